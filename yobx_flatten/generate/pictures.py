@@ -237,7 +237,6 @@ class Tiles:
             ]
 
     def _config_and_pack(self) -> tuple[Any, Any]:
-        """Return the transformers configuration, and the method ``pack_image_features`` of the model's class."""
         require("transformers", purpose="pictures in tiles", extra="transformers")
         import transformers
 
@@ -291,5 +290,4 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
 
 
 def typed(runner: Runner, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors that are inputs of a file, converted to the dtypes of the inputs."""
     return {name: made[name].to(port.dtype) for name, port in runner.ports.items() if name in made}

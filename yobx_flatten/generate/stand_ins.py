@@ -165,19 +165,11 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
             found = GenerationConfig.from_dict(stated)
         else:
             found = GenerationConfig.from_model_config(config)
-    for name in (
-        "eos_token_id",
-        "pad_token_id",
-        "decoder_start_token_id",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-    ):
+    of_tokens = ("eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+    for name in (*of_tokens, "max_new_tokens", "max_length"):
         ours = "eos_token_ids" if name == "eos_token_id" else name
         if (value := getattr(settings, ours)) != getattr(own, ours):
             setattr(found, name, list(value) or None if isinstance(value, tuple) else value)
-    for name in ("max_new_tokens", "max_length"):
-        if getattr(settings, name) != getattr(own, name):
-            setattr(found, name, getattr(settings, name))
     return found
 
 
@@ -276,7 +268,6 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         return made
 
     def __copy__(self) -> Self:
-        """Return a deep copy, so that generation with the copied cache does not change this cache."""
         return self.__deepcopy__({})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -354,12 +345,10 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     @property
     def self_attention_cache(self) -> Any:
-        """A copy of the self-attention keys and values of the decoder."""
         return self._copy("decoder")
 
     @property
     def cross_attention_cache(self) -> Any:
-        """A copy of the cross-attention keys and values, computed from the encoder's output."""
         return self._copy("encoder")
 
     def _copy(self, side: str) -> Any:

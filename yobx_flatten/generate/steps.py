@@ -262,7 +262,6 @@ class Steps:
         sequence.cache = self._empty_cache(len(sequence.tokens), sequence.context)
 
     def step(self, sequence: TextState) -> torch.Tensor:
-        """Run the files once, and return the logits of the next token, float32 of shape (batch, vocabulary)."""
         return self.scores(sequence, last_scores=True)[:, -1].float()
 
     def scores(self, sequence: TextState, *, last_scores: bool = False) -> torch.Tensor:

@@ -297,7 +297,7 @@ class OnnxForZeroShotImageClassification(FolderModel, tasks=("zero-shot-image-cl
     """Match texts and pictures, like ``AutoModelForZeroShotImageClassification``."""
 
 
-def open_model(
+def open_model(  # noqa: D417 # arguments that belong together are described together
     folder: str | os.PathLike[str],
     *,
     runtime: str | None = None,
@@ -310,11 +310,7 @@ def open_model(
 
     Args:
         folder: a folder that :func:`export_folder` wrote.
-        runtime: see :meth:`FolderModel.from_pretrained`.
-        threads: see :meth:`FolderModel.from_pretrained`.
-        trust: see :meth:`FolderModel.from_pretrained`.
-        device: see :meth:`FolderModel.from_pretrained`.
-        providers: see :meth:`FolderModel.from_pretrained`.
+        runtime, threads, trust, device, providers: see :meth:`FolderModel.from_pretrained`.
 
     Returns:
         A ``transformers.PreTrainedModel`` for ``pipeline(task, model=...)`` and other code that takes Hugging Face

@@ -28,7 +28,6 @@ class PlainFileModel(ModelWithoutWeights):
         self.eval()
 
     def use_adapter(self, name: str | None) -> None:
-        """Use the LoRA adapter ``name`` in all later calls; ``None`` for no adapter."""
         plain = self._plain
         self.runner = plain if name is None else self.of_folder.runners({"model": plain}, name)["model"]
 
@@ -74,7 +73,6 @@ class SpeakingFileModel(ModelWithoutWeights):
         return True
 
     def generate_speech(self, read: Any, speaker_embeddings: torch.Tensor | None = None, **options: Any) -> Any:
-        """Generate speech; see :meth:`.Generator.generate_speech`."""
         return self.generator.generate_speech(read, speaker_embeddings, **options)
 
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:

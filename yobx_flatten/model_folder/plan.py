@@ -73,7 +73,6 @@ class FolderPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the folder gets all test cases; the folder of a large model gets only a few."""
         return self.proof in _ROWS
 
     def sliding_piece(self) -> Piece:

@@ -399,7 +399,6 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
 
 @contextlib.contextmanager
 def _settings(generator: Generator, **changes: Any) -> Iterator[None]:
-    """In a ``with`` block, change settings of a generator, such as its generation loop."""
     before = generator.settings
     generator.settings = dataclasses.replace(before, **changes)
     try:

@@ -10,9 +10,9 @@ import shutil
 import pytest
 import torch
 import transformers
+from transformers import LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList, SuppressTokensLogitsProcessor
 
 from tests.cases import cases
-from tests.flatten.generate.keywords import KEYWORDS, ONE_ROW, same_tokens
 from tests.flatten.model_folder.exported_folders import exported
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError, Sampling, export_folder, open_generator, open_model
@@ -58,6 +58,85 @@ def first_row(inputs: dict[str, torch.Tensor], name: str) -> dict[str, torch.Ten
     return {part: value[: counts.get(part, 1)] for part, value in inputs.items()}
 
 
+class Kept:
+    def __init__(self):
+        self.seen = []
+
+    def put(self, value):
+        self.seen += value.flatten().tolist()
+
+    def end(self):
+        self.seen.append("end")
+
+
+def _ten(**options):
+    return lambda first: {"max_new_tokens": 14, **options}
+
+
+def _drawn(**options):
+    return _ten(do_sample=True, **options)
+
+
+# by name: takes five tokens that the model generates, and returns the keywords
+KEYWORDS = {
+    "do_sample": _ten(do_sample=False),
+    "temperature": _drawn(temperature=0.7),
+    "top_p": _drawn(top_p=0.8),
+    "top_k": _drawn(top_k=9),
+    "min_p": _drawn(min_p=0.1),
+    "max_length": lambda first: {"max_length": 24},
+    "eos_token_id": lambda first: {"eos_token_id": first[2], "max_new_tokens": 14},
+    "streamer": _ten(streamer=Kept),
+    "logits_processor": lambda first: {
+        "logits_processor": LogitsProcessorList([SuppressTokensLogitsProcessor(first)]),
+        "max_new_tokens": 14,
+    },
+    "stopping_criteria": _ten(stopping_criteria=StoppingCriteriaList([MaxTimeCriteria(0.0)])),
+    "generation_config": lambda first: {"generation_config": {"max_new_tokens": 7, "do_sample": True, "top_k": 5}},
+    "num_return_sequences": _drawn(num_return_sequences=3),
+    "repetition_penalty": _ten(repetition_penalty=1.5),
+    "num_beams": _ten(num_beams=3, num_return_sequences=2),
+    "beams that are drawn": _drawn(num_beams=3),
+    "prompt_lookup_num_tokens": lambda first: {"prompt_lookup_num_tokens": 3, "max_new_tokens": 24},
+    "assistant_model": lambda first: {"assistant_model": True, "max_new_tokens": 24},
+    "return_dict_in_generate": _ten(return_dict_in_generate=True, output_scores=True),
+    "use_cache": _ten(use_cache=False),
+    "guidance_scale": _ten(guidance_scale=1.5),
+    "prefix_allowed_tokens_fn": _ten(prefix_allowed_tokens_fn=lambda row, tokens: [5, 6, 7, 8 + row]),
+}
+# of one row only
+ONE_ROW = ("streamer", "prompt_lookup_num_tokens", "assistant_model", "guidance_scale")
+
+
+def same_tokens(name, model, files, given, assistant):
+    first = model.generate(**given, do_sample=False, max_new_tokens=14)[0, -5:].tolist()
+    results = []
+    for door in (model, files):
+        options = KEYWORDS[name](first)
+        if "streamer" in options:
+            options["streamer"] = Kept()
+        if "assistant_model" in options:
+            options["assistant_model"] = assistant
+        if "generation_config" in options:
+            stated = {**model.generation_config.to_dict(), **options["generation_config"]}
+            options["generation_config"] = transformers.GenerationConfig.from_dict(stated)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            found = door.generate(**given, **options)
+        tokens = found if isinstance(found, torch.Tensor) else found["sequences"]
+        results.append((tokens.tolist(), options["streamer"].seen if "streamer" in options else None))
+    return results
+
+
+def seeded_tokens(doors, *given, **options):
+    found = []
+    for door in doors:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            found.append(door.generate(*given, **options).tolist())
+    return found
+
+
 @pytest.fixture(scope="module", params=cases(NAMES, quick=["llama"]))
 def pair(request):
     model, folder = exported(request.param)
@@ -75,7 +154,7 @@ def test_a_keyword_gives_the_tokens_of_the_model(pair, keyword):
         pytest.skip("generate() of the model itself raises")
     inputs = given(model, name)
     inputs = first_row(inputs, name) if keyword in ONE_ROW else inputs
-    expected, found = same_tokens(keyword, (model, files), inputs, small_model(name, seed=1))
+    expected, found = same_tokens(keyword, model, files, inputs, small_model(name, seed=1))
     assert found == expected
 
 
@@ -84,33 +163,14 @@ def test_a_generator_takes_the_same_keywords(pair):
     generator = open_generator(exported(name)[1], threads=1)
     inputs = {part: value for part, value in given(model, name).items() if "type_ids" not in part}
     options = {"do_sample": True, "top_p": 0.9, "num_return_sequences": 2, "max_new_tokens": 9}
-    found = []
-    for door in (files, generator):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            found.append(door.generate(**inputs, **options).tolist())
-    assert found[0] == found[1]
+    of_files, of_generator = seeded_tokens((files, generator), **inputs, **options)
+    assert of_files == of_generator
 
 
 @pytest.fixture(scope="module")
 def llama():
     model, folder = exported("llama")
     return model, open_generator(folder, threads=1), open_model(folder, threads=1)
-
-
-def test_the_cache_of_a_call_goes_on_with_more_tokens(llama):
-    model, _, files = llama
-    prompt, more = torch.tensor([[7, 8, 9, 10]]), torch.tensor([[11, 12, 13]])
-    texts, counts = [], []
-    for door in (model, files):
-        first = door.generate(prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-        cache = cache_of(first)
-        counts.append(cache.get_seq_length())
-        text = torch.cat([first["sequences"], more], dim=1)
-        texts.append(door.generate(text, **{installed_name(): cache}, max_new_tokens=5, do_sample=False).tolist())
-    assert texts[0] == texts[1]
-    assert counts == [8, 8]
-    assert isinstance(cache, FileCache)
 
 
 def test_logits_of_a_padded_call_and_of_a_further_one_are_those_of_the_model(llama):
@@ -130,8 +190,6 @@ def test_logits_of_a_padded_call_and_of_a_further_one_are_those_of_the_model(lla
 def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
     model, generator, files = llama
     ids = torch.tensor([[7, 8, 9, 10]])
-    with pytest.raises(InvalidArgumentError, match="output_attentions: the files of this LlamaForCausalLM take"):
-        files.generate(ids, output_attentions=True, max_new_tokens=3)
     with torch.no_grad():
         cache = cache_of(model(ids))
     with pytest.raises(InvalidArgumentError, match="4 tokens from another model"):
@@ -168,7 +226,6 @@ def test_new_pictures_after_a_filled_cache_are_refused():
 
 
 def test_drafts_are_refused_by_a_file_that_returns_the_last_scores_only(tmp_path):
-    """Each drafted token is checked by scores of its own; other keywords work."""
     model = small_model("llama")
     export_folder(model, tmp_path / "last", logits="last", proof="none")
     files, ids = open_model(tmp_path / "last"), torch.tensor([[7, 8, 9, 10]])
@@ -202,12 +259,8 @@ def test_other_files_do_the_same(to, tmp_path):
     files = open_model(tmp_path / "out", trust=to in ("program", "aotinductor"))
     ids = torch.randint(4, 258, (1, 6), generator=torch.Generator().manual_seed(2))
     for options in ({"do_sample": True, "num_return_sequences": 2}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
-        found = []
-        for door in (model, files):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(3)
-                found.append(door.generate(ids, **options, max_new_tokens=20).tolist())
-        assert found[0] == found[1], options
+        wanted, found = seeded_tokens((model, files), ids, **options, max_new_tokens=20)
+        assert found == wanted, options
 
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -240,9 +293,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_an_argument_that_files_do_not_take_is_refused_by_name(called, name):
     model, files, given = called
-    with pytest.raises(
-        InvalidArgumentError, match=rf"^{name}: the files of this {type(model).__name__} take input_ids"
-    ):
+    words = rf"^{name}: the files of this {type(model).__name__} take input_ids"
+    with pytest.raises(InvalidArgumentError, match=words):
         files(**given, **{name: REFUSED[name]})
     assert torch.equal(first(files(**given, **{name: None})), first(files(**given)))
 
@@ -261,13 +313,9 @@ def test_its_forward_has_the_parameters_of_the_exported_class(called):
         files(*[None] * 60)
     with pytest.raises(InvalidArgumentError, match=rf"\w+ takes {order[0]}.*; found {order[0]} twice"):
         files(values[order[0]], **{order[0]: values[order[0]]})
-
-
-def test_a_tuple_is_returned_where_it_is_asked_for(called):
-    _, files, given = called
-    found = files(**given, use_cache=False, return_dict=False)
-    assert isinstance(found, tuple)
-    assert torch.equal(found[0], first(files(**given)))
+    in_a_tuple = files(**given, use_cache=False, return_dict=False)
+    assert isinstance(in_a_tuple, tuple)
+    assert torch.equal(in_a_tuple[0], first(files(**given)))
 
 
 def test_positions_are_taken_or_refused():
@@ -287,7 +335,6 @@ def test_positions_are_taken_or_refused():
 
 @needs_transformers("5.23", "its Trainer takes other arguments")
 def test_the_trainer_evaluates_with_a_loss_of_the_caller(tmp_path):
-    """The loss is the model's; without one the error names the labels, and not the names of a wrapper."""
     model, folder = exported("llama")
     ids = torch.randint(4, 200, (4, 6), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in ids]
@@ -361,10 +408,8 @@ def test_a_cache_of_any_kind_is_that_of_the_files(name, asked):
     wanted = model.generate(PROMPT, max_new_tokens=12, do_sample=False).tolist()
     if asked == "stated":
         files.generation_config.cache_implementation = "static"
-        assert files.generate(PROMPT, max_new_tokens=12, do_sample=False).tolist() == wanted
-    else:
-        found = files.generate(PROMPT, max_new_tokens=12, do_sample=False, cache_implementation=asked)
-        assert found.tolist() == wanted
+    options = {} if asked == "stated" else {"cache_implementation": asked}
+    assert files.generate(PROMPT, max_new_tokens=12, do_sample=False, **options).tolist() == wanted
 
 
 EMPTY = {
@@ -400,14 +445,11 @@ def test_a_cache_that_keeps_something_else_is_refused():
     for kind in ("quantized", "paged"):
         with pytest.raises(InvalidArgumentError, match=rf"cache_implementation='{kind}': exported files have"):
             files.generate(PROMPT, max_new_tokens=3, cache_implementation=kind)
-    with pytest.raises(
-        InvalidArgumentError, match=r"The cache is .*Own.*, but exported files keep .* Pass DynamicCache\(\), or no c"
-    ):
-        files(PROMPT, **{installed_name(): Own()})
-    with pytest.raises(
-        InvalidArgumentError, match=r"The cache is .*list.*, but exported files keep .* Pass DynamicCache\(\), or no c"
-    ):
-        files(PROMPT, **{installed_name(): [{"key": torch.zeros(1, 2, 3, 4), "value": torch.zeros(1, 2, 3, 4)}]})
+    numbers = torch.zeros(1, 2, 3, 4)
+    for cache, kind in ((Own(), "Own"), ([{"key": numbers, "value": numbers}], "list")):
+        words = rf"The cache is .*{kind}.*, but exported files keep .* Pass DynamicCache\(\), or no c"
+        with pytest.raises(InvalidArgumentError, match=words):
+            files(PROMPT, **{installed_name(): cache})
 
 
 @pytest.mark.parametrize("kind", ["quantized", "offloaded", "static"])

@@ -1,10 +1,10 @@
 """Exported files generate what the model generates, token by token."""
 
+import concurrent.futures
 import copy
 import dataclasses
 import json
 import pathlib
-import threading
 import types
 from typing import Any
 
@@ -69,36 +69,27 @@ def test_the_prompt_may_be_shorter_or_longer_than_the_window(mistral):
         assert found.tolist() == expected(model, inputs, 12).tolist(), length
 
 
-def test_the_cache_of_a_sliding_window_stays_as_small_as_the_window(mistral):
+def test_a_cache_stays_as_small_as_the_window_and_goes_back_without_a_copy(mistral):
     _, generator = mistral
     sequence = generator.steps.begin(*prompts().values(), None, None, ())
-    sizes = []
-    for _ in generator._stream(sequence, TOKENS, None):
-        sizes.append({tuple(value.shape()) for value in sequence.cache.values()})
-    assert sizes[0] == {(3, 2, 7, 16)}
-    assert sizes[-1] == sizes[0]
-
-
-def test_what_comes_out_goes_in_without_a_copy(mistral):
-    _, generator = mistral
-    sequence = generator.steps.begin(*prompts().values(), None, None, ())
-    given = []
+    sizes, read, written = [], [], []
     step = generator.parts.decoder.step
 
     def watched(feeds, cache, **options):
-        given.append(dict(cache))
         outputs, following = step(feeds, cache, **options)
-        given.append(dict(following))
+        read.append(dict(cache))
+        written.append(dict(following))
         return outputs, following
 
     try:
         generator.parts.decoder.step = watched
-        list(generator._stream(sequence, 3, None))
+        for _ in generator._stream(sequence, TOKENS, None):
+            sizes.append({tuple(value.shape()) for value in sequence.cache.values()})
     finally:
         del generator.parts.decoder.step
-    first_out, second_in = given[1], given[2]
-    assert all(isinstance(value, onnxruntime.OrtValue) for value in first_out.values())
-    assert all(first_out[name] is second_in[name] for name in first_out)
+    assert sizes[0] == sizes[-1] == {(3, 2, 7, 16)}
+    assert all(isinstance(value, onnxruntime.OrtValue) for value in written[0].values())
+    assert all(written[0][name] is read[1][name] for name in written[0])
 
 
 @pytest.mark.parametrize(("name", "optimize"), [("mistral", None), ("llama", "onnxruntime")])
@@ -114,16 +105,9 @@ def test_tokens_can_be_read_as_they_are_made(name, optimize):
 def test_two_threads_share_a_generator(mistral):
     _, generator = mistral
     wanted = generator.generate(**prompts(), max_new_tokens=10).tolist()
-    found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(generator.generate(**prompts(), max_new_tokens=10).tolist()))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [wanted, wanted]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(generator.generate, **prompts(), max_new_tokens=10) for _ in range(2)]
+    assert [future.result().tolist() for future in found] == [wanted, wanted]
 
 
 def test_a_row_that_has_ended_is_padded_and_the_others_go_on(mistral):
@@ -138,6 +122,9 @@ def test_a_row_that_has_ended_is_padded_and_the_others_go_on(mistral):
     assert ended.generate(**one, max_new_tokens=12).shape == expected(model, one, 12, eos_token_id=end).shape
 
 
+ONE = torch.ones(1, 3).long()
+
+
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
@@ -147,81 +134,54 @@ def test_a_row_that_has_ended_is_padded_and_the_others_go_on(mistral):
         ({"input_ids": torch.ones(2, 3)}, "input_ids must be integers"),
         ({"input_ids": torch.ones(0, 3).long()}, "not empty"),
         ({"input_ids": torch.tensor([[5, -1]])}, r"input_ids contains -1, which is not a token\."),
-        ({"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4).long()}, "but input_ids has"),
-        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}, "on the left"),
-        ({"input_ids": torch.ones(1, 3).long(), "max_new_tokens": 0}, "max_new_tokens must be"),
-        ({"input_ids": torch.ones(1, 3).long(), "input_features": torch.ones(1, 2, 3)}, "without an encoder"),
-        (
-            {"input_ids": torch.ones(1, 3).long(), "pixel_values": torch.ones(1, 3, 4, 4)},
-            "reads text only: leave pixel_values out",
-        ),
-        (
-            {"input_ids": torch.ones(1, 3).long(), "pixel_values_videos": torch.ones(1, 3, 4, 4)},
-            "reads text only: leave pixel_values_videos out",
-        ),
-        (
-            {"input_ids": torch.ones(1, 3).long(), "image_grid_thw": torch.tensor([[1, 4, 4]])},
-            "image_grid_thw describes images, but none were passed",
-        ),
-        (
-            {"input_ids": torch.ones(1, 3).long(), "video_grid_thw": torch.tensor([[1, 4, 4]])},
-            "video_grid_thw describes videos, but none were passed",
-        ),
-        (
-            {"input_ids": torch.ones(1, 3).long(), "second_per_grid_ts": [1.0]},
-            "second_per_grid_ts has 1 numbers, but video_grid_thw has 0 rows",
-        ),
+        ({"input_ids": ONE, "attention_mask": torch.ones(1, 4).long()}, "but input_ids has"),
+        ({"input_ids": ONE, "attention_mask": torch.tensor([[1, 1, 0]])}, "on the left"),
+        ({"input_ids": ONE, "max_new_tokens": 0}, "max_new_tokens must be"),
+        ({"input_ids": ONE, "input_features": torch.ones(1, 2, 3)}, "without an encoder"),
+        ({"input_ids": ONE, "pixel_values": torch.ones(1, 3, 4, 4)}, "reads text only: leave pixel_values out"),
+        ({"input_ids": ONE, "image_grid_thw": torch.tensor([[1, 4, 4]])}, "image_grid_thw describes images, but none"),
+        ({"input_ids": ONE, "video_grid_thw": torch.tensor([[1, 4, 4]])}, "video_grid_thw describes videos, but none"),
+        ({"input_ids": ONE, "second_per_grid_ts": [1.0]}, "second_per_grid_ts has 1 numbers, but video_grid_thw has 0"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(mistral, inputs, words):
-    with pytest.raises(InvalidArgumentError, match=words):
-        mistral[1].generate(**inputs)
-    with pytest.raises(InvalidArgumentError, match=words):
-        mistral[1].stream(**inputs)
-
-
-def _reader_of_pictures(text):
-    encoder = types.SimpleNamespace(ports={"pixel_values": None}, name="encoder_model.onnx")
-    return dataclasses.replace(text.parts, encoder=encoder), text.settings
+    for call in (mistral[1].generate, mistral[1].stream):
+        with pytest.raises(InvalidArgumentError, match=words):
+            call(**inputs)
 
 
 def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
     tokens = torch.ones(2, 3).long()
     text, sound = (OnnxGenerator(exported(name)[1]) for name in ("t5", "whisper"))
-    with pytest.raises(InvalidArgumentError, match=r"attention_mask has shape \(2, 4\), but input_ids .* \(2, 3\)"):
-        text.generate(tokens, torch.ones(2, 4).long())
-    for features in (None, torch.ones(4, 8)):
-        with pytest.raises(InvalidArgumentError, match=r"reads sound\. Pass input_features of shape"):
-            sound.generate(input_features=features)
-    features, film = torch.ones(1, 8, 16), {"pixel_values_videos": torch.ones(1, 3, 4, 4)}
-    with pytest.raises(InvalidArgumentError, match="reads input_features, not input_ids: remove input_ids"):
-        sound.generate(tokens[:1], input_features=features)
-    with pytest.raises(InvalidArgumentError, match="reads input_features, not pixel_values_videos"):
-        sound.generate(input_features=features, **film)
-    pictures = Generator(*_reader_of_pictures(text))
-    with pytest.raises(InvalidArgumentError, match="reads pixel_values, not pixel_values_videos"):
-        pictures.generate(pixel_values=torch.ones(1, 3, 4, 4), **film)
-    with pytest.raises(InvalidArgumentError, match="reads pixel_values, not image_grid_thw"):
-        pictures.generate(pixel_values=torch.ones(1, 3, 4, 4), image_grid_thw=torch.tensor([[1, 4, 4]]))
-    for wrong, words in [
-        (torch.tensor([[0], [-2]]), "decoder_input_ids contains -2, which is not a token"),
-        (torch.zeros(2, 1), "decoder_input_ids must be integers"),
-        (torch.zeros(3, 1).long(), "decoder_input_ids has 3 rows, but the encoder's input has 2"),
+    encoder = types.SimpleNamespace(ports={"pixel_values": None}, name="encoder_model.onnx")
+    pictures = Generator(dataclasses.replace(text.parts, encoder=encoder), text.settings)
+    without_start = Generator(text.parts, dataclasses.replace(text.settings, decoder_start_token_id=None))
+    heard, shown = {"input_features": torch.ones(1, 8, 16)}, {"pixel_values": torch.ones(1, 3, 4, 4)}
+    begun = {"input_ids": tokens}
+    for generator, given, words in [
+        (text, {**begun, "attention_mask": torch.ones(2, 4).long()}, r"has shape \(2, 4\), but input_ids .* \(2, 3\)"),
+        (text, {"input_ids": tokens - 4}, "input_ids contains -3, which is not a token"),
+        (
+            text,
+            {**begun, "decoder_input_ids": torch.tensor([[0], [-2]])},
+            "decoder_input_ids contains -2, which",
+        ),
+        (text, {**begun, "decoder_input_ids": torch.zeros(2, 1)}, "decoder_input_ids must be integers"),
+        (text, {**begun, "decoder_input_ids": torch.zeros(3, 1).long()}, "has 3 rows, but the encoder's input has 2"),
+        (without_start, begun, r"No decoder_start_token_id .* Pass decoder_input_ids"),
+        (sound, {}, r"reads sound\. Pass input_features of shape"),
+        (sound, {"input_features": torch.ones(4, 8)}, r"reads sound\. Pass input_features of shape"),
+        (sound, {"input_ids": tokens[:1], **heard}, "reads input_features, not input_ids: remove input_ids"),
+        (sound, {**heard, "pixel_values_videos": torch.ones(1)}, "reads input_features, not pixel_values_videos"),
+        (pictures, {**shown, "pixel_values_videos": torch.ones(1)}, "reads pixel_values, not pixel_values_videos"),
+        (pictures, {**shown, "image_grid_thw": torch.tensor([[1, 4, 4]])}, "reads pixel_values, not image_grid_thw"),
     ]:
         with pytest.raises(InvalidArgumentError, match=words):
-            text.generate(tokens, decoder_input_ids=wrong)
-    with pytest.raises(InvalidArgumentError, match="input_ids contains -3, which is not a token"):
-        text.generate(tokens - 4)
-    settings = dataclasses.replace(text.settings, decoder_start_token_id=None)
-    with pytest.raises(InvalidArgumentError, match=r"No decoder_start_token_id .* Pass decoder_input_ids"):
-        Generator(text.parts, settings).generate(tokens)
+            generator.generate(**given)
 
 
 def test_the_mask_of_sound_is_fed_to_an_encoder_that_reads_it():
-    ports = {
-        "input_values": Port("input_values", (None, None), torch.float32),
-        "attention_mask": Port("attention_mask", (None, None), torch.int64),
-    }
+    ports = {name: Port(name, (None, None), torch.float32) for name in ("input_values", "attention_mask")}
 
     def step(feeds, cache):
         return {"last_hidden_state": (feeds["input_values"] * feeds["attention_mask"])[..., None]}, cache
@@ -243,27 +203,23 @@ def test_a_file_for_the_first_call_is_used_with_a_folder(tmp_path):
 def gemma(tmp_path_factory):
     model = make_model("gemma3")
     path = tmp_path_factory.mktemp("gemma") / "gemma.onnx"
-    return model, path, export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=path, cases=[])
+    made = export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=path, cases=[])
+    ids = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(0))
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    return path, made, GenerationSettings(eos_token_ids=(2,), pad_token_id=0), ids, wanted.tolist()
 
 
 def test_a_single_file_generates(gemma):
-    model, path, _ = gemma
-    ids = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(0))
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-    settings = GenerationSettings(eos_token_ids=(2,), pad_token_id=0)
-    assert OnnxGenerator(path, settings=settings).generate(ids, max_new_tokens=20).tolist() == wanted.tolist()
+    path, _, settings, ids, wanted = gemma
+    assert OnnxGenerator(path, settings=settings).generate(ids, max_new_tokens=20).tolist() == wanted
 
 
 def test_a_program_in_memory_and_on_disk_generate(gemma, tmp_path):
-    model, _, exported_program = gemma
-    exported_program.save(tmp_path / "gemma.pt2")
-    ids = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(0))
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False).tolist()
-    settings = GenerationSettings(eos_token_ids=(2,), pad_token_id=0)
-    for given in (exported_program, exported_program.program, tmp_path / "gemma.pt2"):
-        assert (
-            ProgramGenerator(given, settings=settings, trust=True).generate(ids, max_new_tokens=12).tolist() == wanted
-        )
+    _, made, settings, ids, wanted = gemma
+    made.save(tmp_path / "gemma.pt2")
+    for given in (made, made.program, tmp_path / "gemma.pt2"):
+        found = ProgramGenerator(given, settings=settings, trust=True).generate(ids, max_new_tokens=20)
+        assert found.tolist() == wanted
 
 
 class Answers(torch.nn.Module):
@@ -293,18 +249,12 @@ def test_what_cannot_generate_is_refused(tmp_path):
     with pytest.raises(GenerationError, match="has the inputs input, which a generation loop does not pass"):
         ProgramGenerator(scale)
     tokens = {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
-    for module, words in (
-        (Answers("logits"), r"takes no past_key_values\.\*, so it is an encoder or a decoder without its cache"),
-        (
-            Answers("hidden"),
-            r"returns hidden, and no logits: it cannot generate\. Call an encoder once:\n    open_model",
-        ),
+    for output, words in (
+        ("logits", r"takes no past_key_values\.\*, so it is an encoder or a decoder without its cache"),
+        ("hidden", r"returns hidden, and no logits: it cannot generate\. Call an encoder once:\n    open_model"),
     ):
         with pytest.raises(GenerationError, match=words):
-            ProgramGenerator(export_program(module, kwargs=tokens, cases=[]))
-
-
-def test_a_folder_with_one_file_missing_says_which(tmp_path):
+            ProgramGenerator(export_program(Answers(output), kwargs=tokens, cases=[]))
     (tmp_path / "decoder_with_past_model.onnx").touch()
     with pytest.raises(GenerationError, match=r"but not decoder_model\.onnx, encoder_model\.onnx"):
         OnnxGenerator(tmp_path)
@@ -389,32 +339,14 @@ LENGTH = Port("past_key_values.length", (), torch.int64)
 CROSS = Port("past_key_values.0.encoder.key", (None, 2, None, 8), torch.float32)
 
 
-def slots_of(*ports):
-    presents = [present_of(port.name) for port in ports]
-    return cache_slots(ports, [name for name in presents if name], "model.onnx")
-
-
-def test_an_encoder_s_keys_need_no_output():
+def test_ports_that_a_loop_cannot_feed_are_refused():
     slots = cache_slots([KEY, CROSS], ["logits", "present.0.key"], "model.onnx")
     assert [slot.present for slot in slots] == ["present.0.key", None]
     with pytest.raises(GenerationError, match=r"model\.onnx takes past_key_values\.length and does not return present"):
         cache_slots([KEY, LENGTH], ["logits", "present.0.key"], "model.onnx")
-
-
-def test_a_leaf_without_an_empty_value_is_refused():
     other = Port("past_key_values.0.memory", (None, 4, 8), torch.float32)
     with pytest.raises(GenerationError, match=r"memory has no value before the first token(.|\n)*prefill="):
-        empty_cache(slots_of(other), 1)
-
-
-def test_a_fixed_number_of_rows_is_kept():
-    fixed = KEY._replace(shape=(2, 2, None, 8))
-    assert empty_cache(slots_of(fixed), 2)[KEY.name].shape == (2, 2, 0, 8)
-    with pytest.raises(GenerationError, match="exported for 2 rows, found 3"):
-        empty_cache(slots_of(fixed), 3)
-
-
-def test_an_input_that_is_no_numbers_is_refused():
+        empty_cache(cache_slots([other], [present_of(other.name)], "model.onnx"), 1)
     ports = {"input_ids": Port("input_ids", (None,), None), "attention_mask": Port("attention_mask", (), torch.int64)}
     with pytest.raises(GenerationError, match=r"m\.onnx has inputs input_ids of strings"):
         check_ports(ports, ["input_ids", "attention_mask"], "m.onnx")
@@ -488,25 +420,17 @@ def test_tokens_are_the_model_s_on_both_sides_of_the_switch(exported_phi, length
     assert torch.equal(open_generator(folder).generate(ids, mask, max_new_tokens=10, **options), expected)
 
 
-def test_the_export_itself_generates_across_the_switch(exported_phi):
-    _, _, _, _, report = exported_phi
-    names = [check.case for check in report.verified.checks]
-    assert f"12 tokens, greedily, after {SWITCH - 3}" in names
-    assert any(f"past {SWITCH - 2}, new 1" in name for name in names)
-
-
-def test_an_export_leaves_the_positions_as_they_were(exported_phi):
-    _, new, model, _, _ = exported_phi
-    ids, mask = _prompts(SWITCH + 2)
-    expected = _expected(new, ids, mask, max_new_tokens=6)
-    assert torch.equal(_expected(model, ids, mask, max_new_tokens=6), expected)
-
-
-def test_the_folder_states_what_the_model_does_at_the_switch(exported_phi):
-    name, model, _, folder, _ = exported_phi
+def test_the_export_goes_across_the_switch_states_it_and_leaves_the_model(exported_phi):
+    name, new, model, folder, report = exported_phi
+    cases_ = [check.case for check in report.verified.checks]
+    assert f"12 tokens, greedily, after {SWITCH - 3}" in cases_
+    assert any(f"past {SWITCH - 2}, new 1" in case for case in cases_)
     assert switch_of(model.config.to_dict()) == SWITCH
     assert rereads_at_switch(model, SWITCH) is name.startswith("Phi-3")
     assert json.loads((folder / "yobx_flatten.json").read_text())["rereads_at_switch"] is name.startswith("Phi-3")
+    ids, mask = _prompts(SWITCH + 2)
+    expected = _expected(new, ids, mask, max_new_tokens=6)
+    assert torch.equal(_expected(model, ids, mask, max_new_tokens=6), expected)
 
 
 def test_a_folder_that_does_not_state_it_stops_at_the_switch(exported_phi, tmp_path):
@@ -522,13 +446,10 @@ def test_a_folder_that_does_not_state_it_stops_at_the_switch(exported_phi, tmp_p
     assert generator.generate(*_prompts(SWITCH + 1), max_new_tokens=5).shape == (2, SWITCH + 6)
 
 
-def test_a_model_with_a_loop_of_its_own_is_not_guessed():
-    assert rereads_at_switch(torch.nn.Linear(2, 2), SWITCH) is None
-
-
 def test_other_kinds_of_positions_have_no_switch():
     for kind in ("yarn", "llama3", "linear", "default"):
         rope = {"rope_type": kind, "original_max_position_embeddings": SWITCH}
         assert switch_of({"rope_parameters": rope, "max_position_embeddings": 96}) is None
     per_layer = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}
     assert switch_of({"rope_parameters": per_layer, "max_position_embeddings": 96}) == 96
+    assert rereads_at_switch(torch.nn.Linear(2, 2), SWITCH) is None  # not known of a model without `generate`

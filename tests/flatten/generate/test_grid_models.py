@@ -45,12 +45,8 @@ def test_pictures_of_several_sizes_and_text_are_read_as_the_model_does(qwen):
     ids, mask, pictures = prompts()
     found = generator.generate(ids, mask, **pictures, max_new_tokens=14).tolist()
     assert found == wanted(model, ids, mask, pictures)
-    assert (
-        found
-        != generator.generate(
-            ids, mask, **{**pictures, "pixel_values": pictures["pixel_values"] * 0 + 3}, max_new_tokens=14
-        ).tolist()
-    )
+    pictures["pixel_values"] = pictures["pixel_values"] * 0 + 3
+    assert found != generator.generate(ids, mask, **pictures, max_new_tokens=14).tolist()
 
 
 @needs_transformers("5.23", "generate() of the model fails with beams")
@@ -88,18 +84,17 @@ def test_a_video_is_read_as_the_model_does(qwen):
 def test_patches_without_a_grid_and_frames_among_pictures_are_refused(qwen):
     _, generator = qwen
     ids, mask, pictures = prompts()
-    with pytest.raises(InvalidArgumentError, match=r"Pass image_grid_thw .* of shape \(pictures, 3\)"):
-        generator.generate(ids, mask, pixel_values=pictures["pixel_values"])
-    with pytest.raises(InvalidArgumentError, match=r"Pass video_grid_thw .* of shape \(videos, 3\)"):
-        generator.generate(ids, mask, pixel_values_videos=pictures["pixel_values"])
-    grid = torch.tensor([[2, 4, 8]])
-    with pytest.raises(InvalidArgumentError, match="pass videos as pixel_values_videos"):
-        generator.generate(ids, mask, pixel_values=pictures["pixel_values"], image_grid_thw=grid)
-    films = {"pixel_values_videos": pictures["pixel_values"], "video_grid_thw": grid}
-    with pytest.raises(InvalidArgumentError, match=r"0 video tokens \(id 258\), but the videos need 16"):
-        generator.generate(ids, mask, **films)
-    with pytest.raises(InvalidArgumentError, match="second_per_grid_ts has 2 numbers, but video_grid_thw 1 rows"):
-        generator.generate(ids, mask, **films, second_per_grid_ts=[1.0, 1.0])
+    patches, grid = pictures["pixel_values"], torch.tensor([[2, 4, 8]])
+    films = {"pixel_values_videos": patches, "video_grid_thw": grid}
+    for given, words in [
+        ({"pixel_values": patches}, r"Pass image_grid_thw .* of shape \(pictures, 3\)"),
+        ({"pixel_values_videos": patches}, r"Pass video_grid_thw .* of shape \(videos, 3\)"),
+        ({"pixel_values": patches, "image_grid_thw": grid}, "pass videos as pixel_values_videos"),
+        (films, r"0 video tokens \(id 258\), but the videos need 16"),
+        ({**films, "second_per_grid_ts": [1.0, 1.0]}, "second_per_grid_ts has 2 numbers, but video_grid_thw 1 rows"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=words):
+            generator.generate(ids, mask, **given)
 
 
 GRIDS = torch.tensor([[1, 4, 6], [1, 6, 4], [1, 2, 8]])  # of 2 x 3, 3 x 2 and 1 x 4 tokens
@@ -113,57 +108,23 @@ PICTURES = grids("image", PICTURE, GRIDS)
 FILMS = torch.tensor([[2, 4, 4], [3, 2, 4]])  # of 2 x 2 x 2 and 3 x 1 x 2 tokens
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
-def qwen_positions(request):
-    return small(request.param)
-
-
-def small(name):
-    model = small_model(name)
-    if not GridVisionEncoder.fits(model):
-        pytest.skip("its vision encoder makes the positions of patches by itself")
-    return model
-
-
-def test_positions_are_those_of_the_model(qwen_positions):
-    tokens = torch.randint(4, 258, (3, 18), generator=torch.Generator().manual_seed(0))
-    tokens[0, 2:8] = tokens[0, 9:15] = tokens[1, 9:13] = PICTURE
-    mask = torch.ones_like(tokens)
-    mask[1, :4] = 0
-    kinds = torch.eq(tokens, PICTURE).long()
-    wanted, _ = qwen_positions.model.get_rope_index(tokens, kinds, image_grid_thw=GRIDS, attention_mask=mask)
-    assert image_positions(tokens, mask, [PICTURES], 2).tolist() == wanted.tolist()
-    plain = image_positions(tokens, mask, [], 2)
-    assert plain.tolist() == [((mask.cumsum(1) - 1) * mask).tolist()] * 3
-
-
 @needs_transformers("5.23", "the model leaves out seconds of a video")
-def test_frames_of_a_video_are_seconds_apart_as_in_the_model(qwen_positions):
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_frames_of_a_video_are_seconds_apart_as_in_the_model(name):
     """A picture and a video, then padding and a longer video; Qwen2.5-VL has positions for each second."""
+    model = small_model(name)
     tokens = torch.randint(4, 258, (2, 20), generator=torch.Generator().manual_seed(0))
     tokens[0, 1:7], tokens[0, 8:16], tokens[1, 6:12] = PICTURE, VIDEO, VIDEO
     mask = torch.ones_like(tokens)
     mask[1, :5] = 0
     kinds = torch.eq(tokens, PICTURE).long() + 2 * torch.eq(tokens, VIDEO).long()
     seconds = torch.tensor([0.7, 1.6])
-    wanted, _ = qwen_positions.model.get_rope_index(
+    wanted, _ = model.model.get_rope_index(
         tokens, kinds, image_grid_thw=GRIDS[:1], video_grid_thw=FILMS, second_per_grid_ts=seconds, attention_mask=mask
     )
-    settings = settings_of(qwen_positions.config.to_dict(), {})
+    settings = settings_of(model.config.to_dict(), {})
     films = settings.videos(torch.ones(1), FILMS, seconds)
     found = image_positions(tokens, mask, [grids("image", PICTURE, GRIDS[:1]), films], 2)
-    assert found.tolist() == wanted.tolist()
-
-
-def test_frames_with_text_between_them_are_counted_one_by_one():
-    """Qwen3-VL states the time of each frame as text."""
-    model = small("qwen3_vl")
-    tokens = torch.randint(4, 258, (1, 22), generator=torch.Generator().manual_seed(0))
-    for begin, count in ((1, 4), (6, 4), (12, 2), (15, 2), (18, 2)):
-        tokens[0, begin : begin + count] = VIDEO
-    kinds = 2 * torch.eq(tokens, VIDEO).long()
-    wanted, _ = model.model.get_rope_index(tokens, kinds, video_grid_thw=FILMS)
-    found = image_positions(tokens, torch.ones_like(tokens), [grids("video", VIDEO, FILMS)], 2)
     assert found.tolist() == wanted.tolist()
 
 
@@ -174,14 +135,3 @@ def test_a_picture_of_another_size_than_its_tokens_is_refused():
     tokens = torch.tensor([[5, VIDEO, VIDEO, VIDEO, 6]])
     with pytest.raises(InvalidArgumentError, match="3 video tokens in a row, but video_grid_thw states 8"):
         image_positions(tokens, torch.ones_like(tokens), [grids("video", VIDEO, FILMS)], 2)
-
-
-def test_an_encoder_without_sizes_that_depend_on_values_has_the_features_of_the_model(qwen_positions):
-    encoder = GridVisionEncoder(qwen_positions)
-    for high, wide in ((2, 3), (3, 2), (1, 4), (5, 4), (4, 5)):
-        picture = grid_image(qwen_positions, high, wide)
-        with torch.no_grad():
-            wanted = torch.cat(tuple(qwen_positions.get_image_features(**picture).pooler_output))
-            found = encoder(**picture)["image_features"]
-        assert found.shape[0] == high * wide
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

@@ -1,14 +1,68 @@
-"""Transcripts as Whisper's own loop writes them: languages, tasks, times of words; and languages of a translator."""
+"""Transcripts as Whisper's own loop writes them, languages of a translator, and speech of SpeechT5."""
+
+import shutil
 
 import pytest
 import torch
+import transformers
 
-from tests.flatten.generate.listeners import listener, rows_that_end, sound, stated
-from tests.flatten.model_folder.exported_folders import exported
-from yobx_flatten import InvalidArgumentError, OnnxGenerator, Sampling, export_folder, open_generator, open_model
+from tests.flatten.model_folder.exported_folders import exported, made
+from tests.models import BART_SIZES
+from yobx_flatten import (
+    InvalidArgumentError,
+    OnnxGenerator,
+    Sampling,
+    export_folder,
+    open_generator,
+    open_model,
+    verify_folder,
+)
+from yobx_flatten.errors import ReplayError
 from yobx_flatten.generate.settings import settings_of
+from yobx_flatten.model_folder.pieces.spoken import FrameDecoder
+from yobx_flatten.storage.cases import load_case, save_case
 
 pytestmark = pytest.mark.slow
+
+_TOKENS = {"eos_token_id": 180, "bos_token_id": 180, "pad_token_id": 180, "decoder_start_token_id": 181}
+_LANGUAGES = {
+    "is_multilingual": True,
+    "lang_to_id": {"<|en|>": 182, "<|de|>": 183, "<|fr|>": 186},
+    "task_to_id": {"transcribe": 184, "translate": 185},
+    "no_timestamps_token_id": 189,
+    "prev_sot_token_id": 187,
+    "return_timestamps": False,
+    "max_initial_timestamp_index": 5,
+}
+
+
+def stated(**entries):
+    config = transformers.GenerationConfig(**_TOKENS, suppress_tokens=[1, 2, 7])
+    for name, value in {**_LANGUAGES, **entries}.items():
+        setattr(config, name, value)
+    return config
+
+
+def listener(layers=2, **entries):
+    sizes = {"layers": layers, "attention_heads": 4, "ffn_dim": 48}
+    sizes = {f"{side}_{part}": size for side in ("encoder", "decoder") for part, size in sizes.items()}
+    sizes |= {"vocab_size": 200, "d_model": 32, "num_mel_bins": 16, "max_source_positions": 50}
+    config = transformers.WhisperConfig(**sizes, **_TOKENS, max_target_positions=60, init_std=0.4)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.WhisperForConditionalGeneration(config).eval()
+    model.generation_config = stated(**entries)
+    return model
+
+
+def sound(frames, rows=2):
+    return torch.randn(rows, 16, frames, generator=torch.Generator().manual_seed(3))
+
+
+def rows_that_end(frames, end):
+    mask = torch.ones(2, frames, dtype=torch.int64)
+    mask[1, end:] = 0
+    return mask
 
 
 @pytest.fixture(scope="module")
@@ -69,35 +123,20 @@ def test_draws_follow_the_seed(whisper):
 def test_a_call_that_cannot_be_done_is_refused_in_a_line(whisper, frames, asked, words):
     with pytest.raises(InvalidArgumentError, match=words):
         whisper[1].generate(input_features=sound(frames), **asked)
-
-
-def test_a_stream_of_a_model_with_languages_needs_the_tokens_that_begin_a_text(whisper):
-    """Without them it would be another text than that of `generate`."""
-    with pytest.raises(InvalidArgumentError, match="Call generate"):
-        whisper[1].stream(input_features=sound(100))
+    with pytest.raises(InvalidArgumentError, match="Call generate"):  # a stream has no tokens that begin its text
+        whisper[1].stream(input_features=sound(frames))
 
 
 def test_a_model_without_languages_refuses_them_and_sound_longer_than_its_window():
     text, heard = (OnnxGenerator(exported(name)[1]) for name in ("t5", "whisper"))
     with pytest.raises(InvalidArgumentError, match="lang_to_id"):
         text.generate(torch.tensor([[5, 6]]), language="de")
+    with pytest.raises(InvalidArgumentError, match="forced_bos_token_id must be a token"):  # -1 is the last
+        text.generate(torch.tensor([[5]]), forced_bos_token_id=-1)
     config = exported("whisper")[0].config
     long = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions + 1)
     with pytest.raises(InvalidArgumentError, match="reads windows of"):
         heard.generate(input_features=long)
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-def test_the_language_of_a_translation_is_the_token_of_the_call(beams):
-    """As `forced_bos_token_id=` of `model.generate`, also where tokens are suppressed at the beginning."""
-    model, folder = exported("t5")
-    settings = settings_of(model.config.to_dict(), {**model.generation_config.to_dict(), "begin_suppress_tokens": [9]})
-    prompt = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
-    asked = {"forced_bos_token_id": 7, "max_new_tokens": 8, "num_beams": beams}
-    wanted = model.generate(prompt, do_sample=False, begin_suppress_tokens=[9], **asked)
-    found = OnnxGenerator(folder, settings=settings).generate(prompt, **asked)
-    assert torch.equal(found, wanted)
-    assert set(found[:, 1].tolist()) == {7}
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -106,18 +145,15 @@ def test_one_folder_translates_into_several_languages(beams):
     model, folder = exported("m2m_100")
     prompt = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 2, 1, 1]])
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    generator = open_generator(folder)
-    for language in (40, 41):
-        asked = {"forced_bos_token_id": language, "max_new_tokens": 8, "num_beams": beams}
-        found = generator.generate(prompt, mask, **asked)
-        assert torch.equal(found, model.generate(prompt, attention_mask=mask, do_sample=False, **asked))
-        assert set(found[:, 1].tolist()) == {language}
-
-
-def test_a_language_that_is_no_token_is_refused():
-    """A negative number would count from the end of the vocabulary."""
-    with pytest.raises(InvalidArgumentError, match="forced_bos_token_id must be a token"):
-        OnnxGenerator(exported("t5")[1]).generate(torch.tensor([[5]]), forced_bos_token_id=-1)
+    suppressed = {"begin_suppress_tokens": [9]}  # at the beginning, where the language stands
+    settings = settings_of(model.config.to_dict(), {**model.generation_config.to_dict(), **suppressed})
+    for generator, rules in ((open_generator(folder), {}), (OnnxGenerator(folder, settings=settings), suppressed)):
+        for language in (40, 41):
+            asked = {"forced_bos_token_id": language, "max_new_tokens": 8, "num_beams": beams}
+            found = generator.generate(prompt, mask, **asked)
+            wanted = model.generate(prompt, attention_mask=mask, do_sample=False, **asked, **rules)
+            assert torch.equal(found, wanted)
+            assert set(found[:, 1].tolist()) == {language}
 
 
 SOUND = torch.randn(6, 16, 100, generator=torch.Generator().manual_seed(1)) * 3
@@ -130,7 +166,6 @@ def exported_model(tmp_path_factory):
     return model, folder
 
 
-@pytest.mark.slow
 def test_the_language_is_detected_for_each_row(exported_model):
     model, folder = exported_model
     model.generation_config = stated(lang_to_id={f"<|{token}|>": token for token in range(20, 180)})
@@ -143,7 +178,6 @@ def test_the_language_is_detected_for_each_row(exported_model):
     assert torch.equal(found, model.generate(many[rows], max_new_tokens=9))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "entries",
     [
@@ -164,13 +198,7 @@ def test_what_is_stated_is_the_prompt(entries, exported_model):
     limit = {} if "max_length" in entries else {"max_new_tokens": 9}
     found = open_generator(folder).generate(input_features=SOUND, **limit)
     assert torch.equal(found, model.generate(SOUND, **limit))
-
-
-@pytest.mark.slow
-def test_a_language_that_the_model_does_not_have_is_refused(exported_model):
-    model, folder = exported_model
-    model.generation_config = stated(language="xx")
-    model.generation_config.save_pretrained(folder)
+    stated(language="xx").save_pretrained(folder)
     with pytest.raises(InvalidArgumentError, match="xx"):
         open_generator(folder).generate(input_features=SOUND)
 
@@ -201,15 +229,7 @@ def heard(tmp_path_factory):
         (60, {"language": "de", "attention_mask": rows_that_end(60, 50)}),
         (100, {"language": "en", "num_beams": 3}),
         (330, {"language": "en", "return_timestamps": True, "attention_mask": rows_that_end(330, 210)}),
-        (
-            330,
-            {
-                "return_timestamps": True,
-                "num_beams": 2,
-                "attention_mask": rows_that_end(330, 250),
-                "return_segments": True,
-            },
-        ),
+        (330, {"return_timestamps": True, "num_beams": 2, "attention_mask": rows_that_end(330, 250)}),
     ],
     ids=["one window", "rows that end", "short", "beams", "windows", "beams of windows"],
 )
@@ -284,3 +304,138 @@ def test_an_export_leaves_the_model_as_it_was(heard):
         assert layer.encoder_attn.config is model.config
         hooks = layer.encoder_attn._forward_hooks.values()
         assert not [hook for hook in hooks if hook.__module__.startswith("yobx_flatten")]
+
+
+LAYERS = {name: size for name, size in BART_SIZES.items() if name != "d_model"}
+SPOKEN = {"vocab_size": 40, "hidden_size": 32, "num_mel_bins": 8, "speech_decoder_prenet_units": 16}
+SPOKEN |= {"speech_decoder_postnet_units": 16, "speaker_embedding_dim": 12, "initializer_range": 0.3}
+SPOKEN |= {"max_speech_positions": 100}
+HEARD = {"conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+HEARD |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+
+
+def speaker(kind=transformers.SpeechT5ForTextToSpeech):
+    return made(kind, transformers.SpeechT5Config(**LAYERS, **SPOKEN, **HEARD))
+
+
+@pytest.fixture(scope="module")
+def spoken_folder(tmp_path_factory):
+    model, path = speaker(), tmp_path_factory.mktemp("spoken") / "out"
+    done = export_folder(model, path)
+    assert (done.task, done.verified.ok) == ("text-to-audio", True)
+    assert done.verified.checks[-1].file == "generate"
+    return model, path
+
+
+def said(model, read, seed=3, **asked):
+    torch.manual_seed(seed)
+    return model.generate_speech(read, **asked)
+
+
+def texts(rows, length):
+    ids = torch.randint(4, 40, (rows, length), generator=torch.Generator().manual_seed(rows))
+    mask = torch.ones_like(ids)
+    mask[-1, length - 3 :] = 0
+    return ids, {"attention_mask": mask, "speaker_embeddings": numbers(rows, 12), "return_output_lengths": True}
+
+
+def numbers(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_rows_that_end_at_other_frames_are_those_of_the_model(spoken_folder):
+    model, path = spoken_folder
+    generator, lengths = open_generator(path), set()
+    for rows, length in ((1, 9), (3, 9), (4, 6)):
+        ids, asked = texts(rows, length)
+        for threshold in (0.9, 1.3):
+            asked |= {"threshold": threshold, "maxlenratio": 10.0}
+            wanted, ends = said(model, ids, **asked)
+            found, found_ends = said(generator, ids, **asked)
+            assert found_ends == ends
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+            lengths |= set(ends)
+    assert len(lengths) > 2, "all rows end alike: no test"
+    other = said(generator, ids, seed=4, **asked)[0]
+    assert other.shape != wanted.shape or (other - wanted).abs().max() > 0.1
+
+
+def test_a_vocoder_is_a_model_or_its_folder(spoken_folder, tmp_path):
+    model, path = spoken_folder
+    rates = {"upsample_rates": (4, 2), "upsample_kernel_sizes": (8, 4), "upsample_initial_channel": 16}
+    blocks = {"resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1, 3),), "initializer_range": 0.5}
+    config = transformers.SpeechT5HifiGanConfig(model_in_dim=8, **rates, **blocks)
+    vocoder = made(transformers.SpeechT5HifiGan, config)
+    assert export_folder(vocoder, tmp_path / "vocoder").task == "vocoder"
+    of_files = open_model(tmp_path / "vocoder")
+    speaking = open_model(path)
+    for rows in (1, 3):
+        ids, asked = texts(rows, 7)
+        del asked["return_output_lengths"]
+        wanted = said(model, ids, **asked, vocoder=vocoder)
+        assert wanted.ndim == (1 if rows == 1 else 2)
+        for one in (vocoder, of_files):
+            torch.testing.assert_close(said(speaking, ids, **asked, vocoder=one), wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_a_voice_is_changed_as_by_the_model(tmp_path):
+    model = speaker(transformers.SpeechT5ForSpeechToSpeech)
+    assert export_folder(model, tmp_path / "out", to="program").task == "audio-to-audio"
+    sound, mask = numbers(2, 3100), torch.ones(2, 3100, dtype=torch.int64)
+    mask[1, 2000:] = 0
+    asked = {"attention_mask": mask, "speaker_embeddings": numbers(2, 12), "maxlenratio": 0.1, "threshold": 1.3}
+    wanted, found = (said(one, sound, **asked) for one in (model, open_generator(tmp_path / "out", trust=True)))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prenet_that_computes_something_else_is_not_published(tmp_path, monkeypatch):
+    """The prenet is written out for one frame; a position that is one off is seen in the case of the folder."""
+    read = FrameDecoder.read
+    monkeypatch.setattr(
+        FrameDecoder, "read", lambda self, frame, one, masks, place: read(self, frame, one, masks, place + 1)
+    )
+    with pytest.raises(ReplayError, match="differs from the model"):
+        export_folder(speaker(), tmp_path / "out", to="program")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_whose_case_says_something_else_is_not_verified(spoken_folder, tmp_path):
+    shutil.copytree(spoken_folder[1], tmp_path / "out")
+    stored = tmp_path / "out/cases/generate.case"
+    case = load_case(stored)
+    case.outputs["spectrogram"][1, 3, 2] += 0.01
+    save_case(stored, case.inputs, case.outputs, name=case.name)
+    assert not verify_folder(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"output_cross_attentions": True}, "Call the model itself"),
+        ({"speaker_embeddings": numbers(2, 11)}, r"must be \(2, 12\)"),
+        ({"speaker_embeddings": None}, "speaker_embeddings"),
+        ({"attention_mask": torch.ones(2, 3)}, r"attention_mask has shape \(2, 3\)"),
+        ({"maxlenratio": 50.0, "threshold": 9.0}, "100 positions"),
+    ],
+    ids=["attentions", "size of the speaker", "no speaker", "mask", "too long"],
+)
+def test_speech_that_cannot_be_made_is_refused_in_a_line(spoken_folder, change, words):
+    ids, asked = texts(2, 7)
+    with pytest.raises(InvalidArgumentError, match=words):
+        said(open_generator(spoken_folder[1]), ids, **{**asked, **change})
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [({"quantize": "int8"}, "add up from frame to frame"), ({"layout": "transformers.js"}, "one file")],
+)
+def test_what_nothing_proves_is_refused(option, words, tmp_path):
+    with pytest.raises(InvalidArgumentError, match=words):
+        export_folder(speaker(), tmp_path / "out", **option)
+
+
+def test_folders_that_write_tokens_and_folders_that_speak_name_each_others_call(spoken_folder):
+    with pytest.raises(InvalidArgumentError, match="call generate_speech"):
+        open_generator(spoken_folder[1]).generate(torch.tensor([[5, 6]]))
+    with pytest.raises(InvalidArgumentError, match=r"call generate\(\)"):
+        open_generator(exported("t5")[1]).generate_speech(torch.tensor([[5, 6]]), numbers(1, 12))

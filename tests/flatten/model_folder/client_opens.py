@@ -9,12 +9,12 @@ import sys
 
 import numpy
 
-_SEQUENCES = {
+_CLASSES = {
     "text-generation": "ORTModelForCausalLM",
     "text2text-generation": "ORTModelForSeq2SeqLM",
     "automatic-speech-recognition": "ORTModelForSpeechSeq2Seq",
+    "text-classification": "ORTModelForSequenceClassification",
 }
-_CALLS = {"text-classification": "ORTModelForSequenceClassification"}
 
 
 def main(kind: str, folder: str, given: str, output: str) -> None:
@@ -32,8 +32,8 @@ def main(kind: str, folder: str, given: str, output: str) -> None:
         from optimum import onnxruntime
 
         inputs = {name: torch.from_numpy(value) for name, value in numpy.load(given).items()}
-        model = getattr(onnxruntime, {**_SEQUENCES, **_CALLS}[kind]).from_pretrained(folder)
-        if kind in _CALLS:
+        model = getattr(onnxruntime, _CLASSES[kind]).from_pretrained(folder)
+        if kind == "text-classification":
             found = model(**inputs).logits.numpy()
         else:
             found = model.generate(**inputs, max_new_tokens=12, do_sample=False).numpy()

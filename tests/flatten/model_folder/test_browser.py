@@ -9,7 +9,6 @@ import shutil
 import threading
 
 import pytest
-import torch
 import transformers
 
 pytest.importorskip("selenium", reason="`make browser` installs it")
@@ -18,8 +17,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from tests.flatten.model_folder.test_sentence import write_modules
-from tests.flatten.model_folder.words import WORDS, word_tokenizer
+from tests.flatten.model_folder.exported_folders import WORDS, bert_folder, made, mean_embeddings, word_tokenizer
+from tests.flatten.model_folder.test_sentence import MEAN, write_modules
 from tests.models import SIZES
 from yobx_flatten import export_folder
 from yobx_flatten.export import Quantization
@@ -70,14 +69,9 @@ def browser(request, site, tmp_path_factory):
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     folder = tmp_path_factory.mktemp("profile")
-    for option in (
-        "--headless",
-        "--no-sandbox",
-        "--disable-background-networking",
-        "--disable-dev-shm-usage",
-        f"--user-data-dir={folder}",
-        *_DEVICES[request.param],
-    ):
+    for option in ("headless", "no-sandbox", "disable-background-networking", "disable-dev-shm-usage"):
+        options.add_argument(f"--{option}")
+    for option in (f"--user-data-dir={folder}", *_DEVICES[request.param]):
         options.add_argument(option)
     service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
     driver = webdriver.Chrome(options=options, service=service)
@@ -95,33 +89,30 @@ def browser(request, site, tmp_path_factory):
         pytest.skip("this Chromium has no adapter of WebGPU" if request.param == "webgpu" else "it always has one")
 
 
+def status(browser, *words: str) -> str:
+    """The text of the status, when it begins with one of the words."""
+    WebDriverWait(browser, SECONDS).until(lambda driver: driver.find_element(By.ID, "status").text.startswith(words))
+    return browser.find_element(By.ID, "status").text
+
+
 def answer(browser, address: str, model: str, text: str) -> str:
     browser.get(f"{address}/index.html?model={model}")
-
-    def status(*words: str) -> str:
-        wait = WebDriverWait(browser, SECONDS)
-        wait.until(
-            lambda driver: driver.find_element(By.ID, "status").text.startswith((*words, "failed", "The folder"))
-        )
-        return browser.find_element(By.ID, "status").text
-
-    assert status("ready") == f"ready ({browser.computes_on})"
+    assert status(browser, "ready", "failed", "The folder") == f"ready ({browser.computes_on})"
     browser.execute_script("document.getElementById('text').value = arguments[0]", text)
     browser.find_element(By.ID, "run").click()
-    assert status("done").startswith("done in")
+    assert status(browser, "done", "failed", "The folder").startswith("done in")
     return browser.find_element(By.ID, "answer").text
 
 
 @pytest.fixture(scope="module")
 def llama(site):
     folder, _ = site
-    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(WORDS), initializer_range=0.5, pad_token_id=0, bos_token_id=2, eos_token_id=3, **SIZES
     )
-    model, tokenizer = transformers.LlamaForCausalLM(config).eval(), word_tokenizer()
-    model.save_pretrained(folder.parent / "saved")
-    tokenizer.save_pretrained(folder.parent / "saved")
+    model, tokenizer = made(transformers.LlamaForCausalLM, config), word_tokenizer()
+    for saved in (model, tokenizer):
+        saved.save_pretrained(folder.parent / "saved")
     export_folder(folder.parent / "saved", folder / "llama", layout="transformers.js")
     return model, tokenizer
 
@@ -129,20 +120,13 @@ def llama(site):
 @pytest.fixture(scope="module")
 def encoder(site):
     folder, _ = site
-    torch.manual_seed(0)
-    model = transformers.BertModel(
-        transformers.BertConfig(vocab_size=len(WORDS), initializer_range=0.1, **SIZES)
-    ).eval()
     saved = folder.parent / "encoder"
-    model.save_pretrained(saved)
-    tokenizer = word_tokenizer()
-    tokenizer.save_pretrained(saved)
-    pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
-    write_modules(saved, ["Pooling"], Pooling=pooling)
+    model = bert_folder(saved, initializer_range=0.1)
+    write_modules(saved, ["Pooling"], Pooling=MEAN)
     export_folder(saved, folder / "encoder", layout="transformers.js")
     by_token = Quantization("int8", activations="token")
     export_folder(saved, folder / "encoder-int8", layout="transformers.js", quantize=by_token)
-    return model, tokenizer
+    return model
 
 
 def test_a_chat_continues_as_the_model_does(site, browser, llama):
@@ -160,22 +144,15 @@ def test_a_chat_continues_as_the_model_does(site, browser, llama):
 @pytest.mark.parametrize(("name", "close"), [("encoder", 2e-4), ("encoder-int8", 0.05)])
 def test_embeddings_are_as_close_as_the_model_s(site, browser, encoder, name, close):
     """Mean over the tokens of each sentence, of other lengths; int8 has one scale for each token."""
-    model, tokenizer = encoder
     lines = ["word1 word2 word3", "word4", "word1 word2 word3 word50 word51"]
-    given = tokenizer(lines, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        hidden = model(given["input_ids"], attention_mask=given["attention_mask"])[0]
-    weights = given["attention_mask"][..., None]
-    means = torch.nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
+    means = mean_embeddings(encoder, word_tokenizer()(lines, padding=True, return_tensors="pt"))
     shown = [line.split()[0] for line in answer(browser, site[1], name, "\n".join(lines)).splitlines()]
     assert [float(value) for value in shown] == pytest.approx((means[1:] @ means[0]).tolist(), abs=close)
 
 
 def test_a_folder_that_is_not_there_is_named(site, browser):
     browser.get(f"{site[1]}/index.html?model=absent")
-    wait = WebDriverWait(browser, SECONDS)
-    wait.until(lambda driver: not driver.find_element(By.ID, "status").text.startswith("loading"))
-    assert "models/absent was not opened" in browser.find_element(By.ID, "status").text
+    assert "models/absent was not opened" in status(browser, "ready", "failed", "The folder")
 
 
 @pytest.mark.skipif(not os.environ.get("BROWSER_MODEL"), reason="BROWSER_MODEL names no exported SmolLM2")

@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from transformers import ByT5Tokenizer
 
+from tests.flatten.model_folder.exported_folders import lively
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator, open_model, verify_folder
 from yobx_flatten.generate.settings import located
 from yobx_flatten.model_folder.client_layout import apply_layout, check_layout
@@ -64,21 +65,12 @@ def test_weights_in_a_second_file_are_found_under_its_new_name(tmp_path):
         helper.make_node("If", ["x"], ["one"], then_branch=branch, else_branch=branch),
         helper.make_node("Add", ["one", "weight"], ["y"]),
     ]
-    x, y = (
-        helper.make_tensor_value_info("x", TensorProto.BOOL, []),
-        helper.make_tensor_value_info("y", TensorProto.FLOAT, [2048]),
-    )
-    model = helper.make_model(
-        helper.make_graph(nodes, "g", [x], [y], [weight]), opset_imports=[helper.make_opsetid("", 18)]
-    )
-    model.ir_version = 9
-    how = {
-        "save_as_external_data": True,
-        "location": "model.onnx.data",
-        "size_threshold": 0,
-        "convert_attribute": False,
-    }
-    onnx.save(model, str(tmp_path / "model.onnx"), **how)
+    x = helper.make_tensor_value_info("x", TensorProto.BOOL, [])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [2048])
+    opsets = [helper.make_opsetid("", 18)]
+    model = helper.make_model(helper.make_graph(nodes, "g", [x], [y], [weight]), opset_imports=opsets, ir_version=9)
+    how = {"location": "model.onnx.data", "size_threshold": 0, "convert_attribute": False}
+    onnx.save(model, str(tmp_path / "model.onnx"), save_as_external_data=True, **how)
     (tmp_path / "config.json").write_text("{}")
     assert apply_layout(tmp_path, ["model.onnx"], "int4", "float16") == ["onnx/model_q4f16.onnx"]
     assert sorted(path.name for path in (tmp_path / "onnx").iterdir()) == ["model_q4f16.onnx", "model_q4f16.onnx_data"]
@@ -107,35 +99,9 @@ NEEDS_NODE = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
-@NEEDS_NODE
-def test_transformers_js_writes_the_text_of_the_model(llama, tmp_path):
-    """In node, with nothing done by hand; TRANSFORMERS_JS is the path of its ``transformers.node.mjs``."""
-    model, folder = llama
-    script = tmp_path / "run.mjs"
-    library = json.dumps(os.path.abspath(os.environ["TRANSFORMERS_JS"]))
-    script.write_text(
-        f"""import {{ AutoModelForCausalLM, Tensor, env }} from {library};
-env.allowRemoteModels = false; env.localModelPath = {json.dumps(str(folder.parent) + "/")};
-const model = await AutoModelForCausalLM.from_pretrained("out");
-const ids = new Tensor("int64", [7n, 8n, 9n, 10n], [1, 4]), ones = new Tensor("int64", [1n, 1n, 1n, 1n], [1, 4]);
-const found = await model.generate({{ input_ids: ids, attention_mask: ones, max_new_tokens: 8, do_sample: false }});
-console.log(JSON.stringify(found.tolist()[0].map(Number)));
-"""
-    )
-    done = subprocess.run(["node", str(script)], capture_output=True, text=True, check=True)
-    expected = model.generate(torch.tensor([[7, 8, 9, 10]]), max_new_tokens=8, do_sample=False)[0].tolist()
-    assert json.loads(done.stdout.splitlines()[-1]) == expected
-
-
-def lively(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    model = small_model(name)
-    drawn = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=drawn) * 0.3)
-    if name == "t5":
+def lively_with_inputs(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    model = lively(small_model(name))
+    if name != "whisper":
         return model, {"input_ids": torch.tensor([[7, 8, 9, 10]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
     values = (torch.arange(1600, dtype=torch.float64) ** 2 * 0.37).sin().float()
     return model, {"input_features": values.reshape(1, 16, 100)}
@@ -146,7 +112,7 @@ def lively(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 def test_the_joined_decoder_begins_and_goes_on_as_the_model_does(tmp_path, monkeypatch, large):
     if large is not None:  # bytes of weights from which they are next to the file
         monkeypatch.setattr("yobx_flatten.export.onnx.file.LARGE", large)
-    model, inputs = lively("t5")
+    model, inputs = lively_with_inputs("t5")
     export_folder(model, tmp_path / "out", layout="transformers.js")
     folder = tmp_path / "out" / "onnx"
     session = onnxruntime.InferenceSession(folder / "decoder_model_merged.onnx")
@@ -178,24 +144,32 @@ def test_the_joined_decoder_begins_and_goes_on_as_the_model_does(tmp_path, monke
     assert copies == ([] if large is None else ["decoder_model_merged.onnx_data"])
 
 
+JS_CLASSES = {
+    "llama": "AutoModelForCausalLM",
+    "t5": "AutoModelForSeq2SeqLM",
+    "whisper": "WhisperForConditionalGeneration",
+}
+
+
 @pytest.mark.slow
 @NEEDS_NODE
-@pytest.mark.parametrize("name", ["t5", "whisper"])
-def test_transformers_js_writes_the_text_of_an_encoder_decoder_model(name, tmp_path):
-    model, inputs = lively(name)
+@pytest.mark.parametrize("name", JS_CLASSES)
+def test_transformers_js_writes_the_text_of_the_model(name, tmp_path):
+    """In node, with nothing done by hand; TRANSFORMERS_JS is the path of its ``transformers.node.mjs``."""
+    model, inputs = lively_with_inputs(name)
     export_folder(model, tmp_path / name, layout="transformers.js")
-    class_ = {"t5": "AutoModelForSeq2SeqLM", "whisper": "WhisperForConditionalGeneration"}[name]
-    (value, *_) = inputs.values()
-    kind, values = ("int64", "BigInt64Array") if name == "t5" else ("float32", "Float32Array")
-    listed = [str(one) for one in value.flatten().tolist()] if name == "t5" else value.flatten().tolist()
-    cast = "BigInt" if name == "t5" else "Number"
-    mask = 'attention_mask: new Tensor("int64", [1n, 1n, 1n, 1n], [1, 4]),' if name == "t5" else ""
+    (value, *masks) = inputs.values()
+    kind, values, cast = "float32", "Float32Array", "Number"
+    if masks:
+        kind, values, cast = "int64", "BigInt64Array", "BigInt"
+    mask = 'attention_mask: new Tensor("int64", [1n, 1n, 1n, 1n], [1, 4]),' if masks else ""
+    library = json.dumps(os.path.abspath(os.environ["TRANSFORMERS_JS"]))
     script = tmp_path / "run.mjs"
     script.write_text(
-        f"""import {{ {class_}, Tensor, env }} from {json.dumps(os.path.abspath(os.environ["TRANSFORMERS_JS"]))};
+        f"""import {{ {JS_CLASSES[name]}, Tensor, env }} from {library};
 env.allowRemoteModels = false; env.localModelPath = {json.dumps(str(tmp_path) + "/")};
-const model = await {class_}.from_pretrained({json.dumps(name)});
-const data = {values}.from({json.dumps(listed)}.map({cast}));
+const model = await {JS_CLASSES[name]}.from_pretrained({json.dumps(name)});
+const data = {values}.from({json.dumps([str(one) for one in value.flatten().tolist()])}.map({cast}));
 const inputs = new Tensor({json.dumps(kind)}, data, {json.dumps(list(value.shape))});
 const found = await model.generate({{ inputs, {mask} max_new_tokens: 8, do_sample: false }});
 console.log(JSON.stringify(found.tolist()[0].map(Number)));

@@ -8,11 +8,9 @@ import subprocess
 import numpy
 import pytest
 import torch
-import transformers
 
-from tests.flatten.model_folder.test_sentence import write_modules
-from tests.flatten.model_folder.words import WORDS, word_tokenizer
-from tests.models import SIZES
+from tests.flatten.model_folder.exported_folders import bert_folder, lively, mean_embeddings, word_tokenizer
+from tests.flatten.model_folder.test_sentence import MEAN, write_modules
 from yobx_flatten import export_folder
 from yobx_flatten.model_folder.source.configuration import small_model
 
@@ -43,62 +41,30 @@ def opened(kind: str, folder: pathlib.Path, given: object) -> torch.Tensor:
     return torch.from_numpy(numpy.load(output)["found"])
 
 
-def written(name: str, folder: pathlib.Path, layout: str) -> torch.nn.Module:
-    model = small_model(name)
+@LAYOUTS
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "t5", "whisper"])
+def test_optimum_generates_the_tokens_of_the_model(name, layout, tmp_path):
+    model, task = small_model(name), "text-generation"
+    ids = torch.tensor([[7, 8, 9, 10, 11], [12, 13, 14, 15, 16]])
+    given = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])}
+    if name == "t5":  # encoders are padded on the right
+        task, given["attention_mask"] = "text2text-generation", given["attention_mask"].flip(1)
     if name == "whisper":  # optimum takes the heads of the encoder for those of a joined decoder, as in Whisper's files
         model.config.encoder_attention_heads = model.config.decoder_attention_heads
-        model = type(model)(model.config).eval()
-    drawn = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=drawn) * 0.3)
-    export_folder(model, folder, layout=layout)
-    return model
-
-
-def generated(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    tokens = model.generate(**given, max_new_tokens=12, do_sample=False)
-    assert len(set(tokens[0].tolist())) > 3
-    return tokens
-
-
-@LAYOUTS
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
-def test_optimum_generates_the_tokens_of_a_decoder(name, layout, tmp_path):
-    model = written(name, tmp_path / "out", layout)
-    ids = torch.tensor([[7, 8, 9, 10, 11], [12, 13, 14, 15, 16]])
-    mask = torch.ones_like(ids)
-    mask[1, :2] = 0
-    given = {"input_ids": ids, "attention_mask": mask}
-    assert opened("text-generation", tmp_path / "out", given).tolist() == generated(model, given).tolist()
-
-
-@LAYOUTS
-def test_optimum_generates_the_tokens_of_t5(layout, tmp_path):
-    model = written("t5", tmp_path / "out", layout)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    given = {"input_ids": torch.tensor([[7, 8, 9, 10], [11, 12, 0, 0]]), "attention_mask": mask}
-    assert opened("text2text-generation", tmp_path / "out", given).tolist() == generated(model, given).tolist()
-
-
-@LAYOUTS
-def test_optimum_generates_the_tokens_of_whisper(layout, tmp_path):
-    model = written("whisper", tmp_path / "out", layout)
-    values = (torch.arange(3200, dtype=torch.float64) ** 2 * 0.37).sin().float()
-    given = {"input_features": values.reshape(2, 16, 100)}
-    found = opened("automatic-speech-recognition", tmp_path / "out", given)
-    assert found.tolist() == generated(model, given).tolist()
+        model, task = type(model)(model.config).eval(), "automatic-speech-recognition"
+        values = (torch.arange(3200, dtype=torch.float64) ** 2 * 0.37).sin().float()
+        given = {"input_features": values.reshape(2, 16, 100)}
+    export_folder(lively(model), tmp_path / "out", layout=layout)
+    wanted = model.generate(**given, max_new_tokens=12, do_sample=False)
+    assert len(set(wanted[0].tolist())) > 3
+    assert opened(task, tmp_path / "out", given).tolist() == wanted.tolist()
 
 
 @LAYOUTS
 def test_optimum_returns_the_scores_of_a_classifier(layout, tmp_path):
-    torch.manual_seed(0)
-    config = transformers.BertConfig(vocab_size=len(WORDS), num_labels=3, initializer_range=0.5, **SIZES)
-    model = transformers.BertForSequenceClassification(config).eval()
+    kind = "BertForSequenceClassification"
+    model = bert_folder(tmp_path / "saved", kind, num_labels=3, initializer_range=0.5)
     given = dict(word_tokenizer()(LINES, padding=True, return_tensors="pt"))
-    model.save_pretrained(tmp_path / "saved")
-    word_tokenizer().save_pretrained(tmp_path / "saved")
     export_folder(tmp_path / "saved", tmp_path / "out", layout=layout)
     with torch.no_grad():
         expected = model(**given).logits
@@ -107,30 +73,18 @@ def test_optimum_returns_the_scores_of_a_classifier(layout, tmp_path):
 
 @LAYOUTS
 def test_sentence_transformers_embeds_texts(layout, tmp_path):
-    torch.manual_seed(0)
-    model = transformers.BertModel(
-        transformers.BertConfig(vocab_size=len(WORDS), initializer_range=0.5, **SIZES)
-    ).eval()
     saved = tmp_path / "saved"
-    model.save_pretrained(saved)
-    word_tokenizer().save_pretrained(saved)
-    pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
-    write_modules(saved, ["Pooling", "Normalize"], Pooling=pooling)
+    model = bert_folder(saved, initializer_range=0.5)
+    write_modules(saved, ["Pooling", "Normalize"], Pooling=MEAN)
     export_folder(saved, tmp_path / "out", layout=layout)
-    given = word_tokenizer()(LINES, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        hidden = model(**given)[0]
-    weights = given["attention_mask"][..., None]
-    expected = torch.nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
+    expected = mean_embeddings(model, word_tokenizer()(LINES, padding=True, return_tensors="pt"))
     torch.testing.assert_close(opened("sentences", tmp_path / "out", LINES), expected, rtol=1e-4, atol=1e-5)
 
 
 @LAYOUTS
 def test_sentence_transformers_ranks_pairs(layout, tmp_path):
-    torch.manual_seed(0)
-    config = transformers.BertConfig(vocab_size=len(WORDS), num_labels=1, initializer_range=0.3, **SIZES)
-    model = transformers.BertForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path / "saved")
+    kind = "BertForSequenceClassification"
+    model = bert_folder(tmp_path / "saved", kind, num_labels=1, initializer_range=0.3)
     tokenizer = word_tokenizer()
     tokenizer.chat_template = None  # the library would make a message of each text
     tokenizer.save_pretrained(tmp_path / "saved")

@@ -21,6 +21,7 @@ from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.export.onnx.attempts import ATTENTION_OPSET
 from yobx_flatten.model_folder import explain_folder
 from yobx_flatten.model_folder.source.configuration import small_model
+from yobx_flatten.storage.cases import load_case
 
 pytestmark = pytest.mark.slow
 
@@ -70,11 +71,16 @@ def test_a_folder_that_is_right_has_no_node_that_differs(made):
     assert "none of" in str(explained)
 
 
+def _first(folder, model):
+    return next(one.first for one in explain_folder(folder, model).files.values() if one.first is not None)
+
+
 @pytest.mark.parametrize("of_product", [0, -1])
 def test_a_weight_that_was_altered_is_named_with_its_layer_and_its_line(of_product, made, tmp_path):
+    """With the value of the model there; the last product is that of the head, whose values are the case's logits."""
     model, _, folder = made
     copied, (node, weight, numbers) = _changed(folder, tmp_path / "out", _add_to_weight(of_product))
-    first = next(one.first for one in explain_folder(copied, model).files.values() if one.first is not None)
+    first = _first(copied, model)
     assert (first.node, first.operator) == (node, "MatMul")
     assert first.index[-1] == 5  # the column of the number
     assert float(first.found) != float(first.expected)
@@ -83,18 +89,11 @@ def test_a_weight_that_was_altered_is_named_with_its_layer_and_its_line(of_produ
     assert numbers in cause
     assert "modeling_llama.py, line" in first.source
     assert first.others == ()
-
-
-def test_values_of_the_first_node_are_those_of_the_model(made, tmp_path):
-    model, _, folder = made
-    copied, _ = _changed(folder, tmp_path / "out", _add_to_weight(-1))
-    first = next(one.first for one in explain_folder(copied, model).files.values() if one.first is not None)
-    assert "lm_head, modeling_llama.py" in first.source
-    from yobx_flatten.storage.cases import load_case
-
-    name = json.loads((folder / "yobx_flatten.json").read_text())["cases"]["model.onnx"][0]
-    wanted = load_case(folder / name).outputs["logits"]
-    assert abs(float(first.expected) - float(wanted[first.index])) < 1e-4
+    if of_product == -1:
+        assert "lm_head, modeling_llama.py" in first.source
+        name = json.loads((folder / "yobx_flatten.json").read_text())["cases"]["model.onnx"][0]
+        wanted = load_case(folder / name).outputs["logits"]
+        assert abs(float(first.expected) - float(wanted[first.index])) < 1e-4
 
 
 def _sum_for_product(graph):
@@ -113,7 +112,7 @@ def _other_epsilon(graph):
 def test_an_operator_or_an_attribute_that_was_changed_is_named(change, made, tmp_path):
     _, saved, folder = made
     copied, (node, cause) = _changed(folder, tmp_path / "out", change)
-    first = next(one.first for one in explain_folder(copied, str(saved)).files.values() if one.first is not None)
+    first = _first(copied, str(saved))
     assert (first.node, first.operator) == (node.name, node.op_type)
     assert first.causes == (cause,)
 
@@ -166,26 +165,23 @@ def test_another_model_differs_at_its_first_weight(made):
     other = small_model("llama")
     with torch.no_grad():
         other.model.embed_tokens.weight[7:] += 1.0
-    explained = explain_folder(folder, other)
-    first = next(one.first for one in explained.files.values() if one.first is not None)
-    assert first.operator == "Gather"
+    assert _first(folder, other).operator == "Gather"
 
 
 def test_what_is_not_compared_node_by_node_is_refused(tmp_path):
     """Quantised weights are others in every node; programs have no nodes of onnxruntime."""
-    model = small_model("llama")
-    export_folder(model, tmp_path / "quantised", quantize="int8", proof="sample")
-    with pytest.raises(InvalidArgumentError, match=r"is quantised, but only ONNX files(.|\n)*without quantize="):
-        explain_folder(tmp_path / "quantised", model)
-    export_folder(model, tmp_path / "program", to="program", proof="sample")
-    with pytest.raises(InvalidArgumentError, match="is for torch, but only ONNX files"):
-        explain_folder(tmp_path / "program", model)
-    export_folder(model, tmp_path / "unproven", proof="none")
-    with pytest.raises(InvalidArgumentError, match='contains no test cases: export again without proof="none"'):
-        explain_folder(tmp_path / "unproven", model)
-    export_folder(model, tmp_path / "out", proof="sample")
-    with pytest.raises(InvalidArgumentError, match="is for text2text-generation, not for text-generation"):
-        explain_folder(tmp_path / "out", small_model("t5"))
+    llama, t5 = small_model("llama"), small_model("t5")
+    for number, (how, compared, words) in enumerate(
+        [
+            ({"quantize": "int8"}, llama, r"is quantised, but only ONNX files(.|\n)*without quantize="),
+            ({"to": "program"}, llama, "is for torch, but only ONNX files"),
+            ({"proof": "none"}, llama, 'contains no test cases: export again without proof="none"'),
+            ({}, t5, "is for text2text-generation, not for text-generation"),
+        ]
+    ):
+        export_folder(llama, tmp_path / str(number), **{"proof": "sample", **how})
+        with pytest.raises(InvalidArgumentError, match=words):
+            explain_folder(tmp_path / str(number), compared)
 
 
 HIDDEN, WIDE, HEADS, WINDOW = 64, 128, 4, 8  # sizes of the model
@@ -222,7 +218,6 @@ def _permuted_head(model):
 
 
 def _rounded_weight(model):
-
     def rounded(weight):
         return (weight.view(numpy.uint32) & 0xFFFF0000).view(numpy.float32)
 

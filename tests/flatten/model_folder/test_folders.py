@@ -2,7 +2,6 @@
 
 import errno
 import json
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -28,7 +27,6 @@ from yobx_flatten import (
 from yobx_flatten.__main__ import main
 from yobx_flatten.export.model_facts import weight_bytes
 from yobx_flatten.model_folder import write
-from yobx_flatten.model_folder.genai_files import decoder_config
 from yobx_flatten.model_folder.manifest import read_manifest
 from yobx_flatten.model_folder.pieces.vision_language import vision_language_pieces
 from yobx_flatten.model_folder.source.configuration import small_config, small_model
@@ -84,30 +82,12 @@ def test_a_fixed_batch_stays_fixed(tmp_path):
         generator.generate(ids, max_new_tokens=9)
 
 
-def test_half_precision_generates_as_its_model_does(tmp_path):
-    done = export_folder(small_model("llama").half(), tmp_path / "out")
-    assert done.verified.ok
-
-
 def test_a_small_configuration_keeps_the_kinds_of_its_layers():
-    """Of five sliding layers and a full one, one of each is left."""
     config = small_config("gemma3_text")
     assert set(config.layer_types) == {"sliding_attention", "full_attention"}
     assert config.sliding_window == 8
     with pytest.raises(InvalidArgumentError, match="Did you mean llama"):
         small_config("lama")
-
-
-def test_onnxruntime_genai_gets_a_file_where_it_can_run_the_model():
-    """Names with a place for the layer; none for layers that slide, whose keys it cannot take."""
-    llama, mistral = small_model("llama"), small_model("mistral")
-    inputs = ["input_ids", "attention_mask", "position_ids"]
-    inputs += [f"past_key_values.{index}.{part}" for index in range(2) for part in ("key", "value")]
-    found = decoder_config(llama, inputs)
-    assert found["model"]["decoder"]["inputs"]["past_key_names"] == "past_key_values.%d.key"
-    assert found["model"]["decoder"]["head_size"] == 16
-    assert decoder_config(mistral, inputs) is None
-    assert decoder_config(llama, [*inputs, "past_key_values.length"]) is None
 
 
 @needs_transformers("5.17", "there is no Qwen3-VL, or it takes no types of tokens")
@@ -122,30 +102,34 @@ def test_what_is_no_exported_folder_is_refused(tmp_path):
         verify_folder(tmp_path / "nowhere")
     with pytest.raises(ForeignFileError, match=r"contains no yobx_flatten\.json"):
         verify_folder(tmp_path)
-    (tmp_path / "yobx_flatten.json").write_text('{"format_version": 99}', encoding="utf-8")
-    with pytest.raises(ForeignFileError, match="needs a newer yobx-flatten"):
-        read_manifest(tmp_path)
-    (tmp_path / "yobx_flatten.json").write_text('{"format_version": 1}', encoding="utf-8")
-    with pytest.raises(DamagedFileError, match="is damaged"):
-        read_manifest(tmp_path)
+    for version, error, words in (
+        (99, ForeignFileError, "needs a newer yobx-flatten"),
+        (1, DamagedFileError, "damaged"),
+    ):
+        (tmp_path / "yobx_flatten.json").write_text(json.dumps({"format_version": version}), encoding="utf-8")
+        with pytest.raises(error, match=words):
+            read_manifest(tmp_path)
+    earlier = json.loads((exported("llama")[1] / "yobx_flatten.json").read_text(encoding="utf-8"))
+    del earlier["proof"]
+    (tmp_path / "yobx_flatten.json").write_text(json.dumps({**earlier, "format_version": 1}), encoding="utf-8")
+    assert read_manifest(tmp_path).proof == "full"
 
 
 def test_arguments_that_mean_nothing_are_refused(tmp_path):
     model = small_model("llama")
-    with pytest.raises(InvalidArgumentError, match='to must be "onnx" or "program"'):
-        export_folder(model, tmp_path / "out", to="tflite")
-    with pytest.raises(InvalidArgumentError, match="no kernels in onnxruntime"):
-        export_folder(small_model("llama").bfloat16(), tmp_path / "out")
-    for wrong in ({"optimize": "all"}, {"optimize": "onnxruntime", "to": "program"}):
-        with pytest.raises(InvalidArgumentError, match=r'optimize must be None, or "onnxruntime" for to="onnx"; found'):
-            export_folder(model, tmp_path / "out", **wrong)
     scored = Quantization("int8", tokens=torch.ones(2, 5, dtype=torch.int64))
-    with pytest.raises(InvalidArgumentError, match=r"tokens= needs the scores of all positions"):
-        export_folder(model, tmp_path / "out", logits="last", quantize=scored)
-    with pytest.raises(InvalidArgumentError, match="found 'int2'"):
-        export_folder(model, tmp_path / "out", quantize="int2")
-    with pytest.raises(InvalidArgumentError, match="logits must be"):
-        export_folder(model, tmp_path / "out", logits="first")
+    of_optimize = r'optimize must be None, or "onnxruntime" for to="onnx"; found'
+    for wrong, words in [
+        ({"to": "tflite"}, 'to must be "onnx" or "program"'),
+        ({"model": small_model("llama").bfloat16()}, "no kernels in onnxruntime"),
+        ({"optimize": "all"}, of_optimize),
+        ({"optimize": "onnxruntime", "to": "program"}, of_optimize),
+        ({"logits": "last", "quantize": scored}, r"tokens= needs the scores of all positions"),
+        ({"quantize": "int2"}, "found 'int2'"),
+        ({"logits": "first"}, "logits must be"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=words):
+            export_folder(**{"model": model, "folder": tmp_path / "out", **wrong})
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").write_text("a file", encoding="utf-8")
     with pytest.raises(FolderExistsError, match=r"out is a file\. Name a folder that is new or empty"):
@@ -198,12 +182,3 @@ def test_a_sampled_folder_holds_the_sample_as_cases(tmp_path):
     assert cases == ["the example", "batch 4, past 19, new 1, 9 padded", "8 tokens, greedily"]
     assert [result.case for result in done.reports["model.onnx"].cases] == cases[:2]
     assert read_manifest(tmp_path / "out").proof == "sample"
-
-
-def test_a_folder_of_an_earlier_version_was_proven_in_full(tmp_path):
-    shutil.copytree(exported("llama")[1], tmp_path / "old")
-    path = tmp_path / "old" / "yobx_flatten.json"
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    del manifest["proof"]
-    path.write_text(json.dumps({**manifest, "format_version": 1}), encoding="utf-8")
-    assert read_manifest(tmp_path / "old").proof == "full"

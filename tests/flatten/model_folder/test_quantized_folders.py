@@ -1,6 +1,5 @@
 """Folders in few bits: integers of a checkpoint, a calibration text, the quality, and tokens next to the model's."""
 
-import copy
 import dataclasses
 import importlib.util
 import json
@@ -11,7 +10,6 @@ import shutil
 
 import numpy
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
@@ -19,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import ByT5Tokenizer
 
 from tests.flatten.export.trained_model import trained_model
-from yobx_flatten import InvalidArgumentError, ModelSourceError, OnnxGenerator, export_folder, open_model, verify_folder
+from tests.flatten.model_folder.exported_folders import restate
+from yobx_flatten import InvalidArgumentError, ModelSourceError, export_folder, open_model, verify_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.generate.settings import GenerationSettings
 from yobx_flatten.model_folder.source.configuration import small_model
@@ -50,35 +49,6 @@ def test_the_quality_is_measured_again_from_the_folder(folder):
     assert found.perplexity == pytest.approx(stored["perplexity"], rel=1e-6)
     assert found.model_perplexity == pytest.approx(stored["model_perplexity"], rel=1e-6)
     assert found.weights == stored["weights"] == "int4"
-
-
-def test_a_file_with_other_weights_fails(folder, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
-    model = onnx.load(broken / "model.onnx")
-    for tensor in model.graph.initializer:
-        if tensor.name.endswith("_scales"):
-            tensor.CopyFrom(numpy_helper.from_array(2 * numpy_helper.to_array(tensor), tensor.name))
-    onnx.save(model, broken / "model.onnx")
-    report = verify_folder(broken)
-    assert not report.checks[0].ok
-    assert report.checks[0].quality.perplexity_ratio > 1.1
-
-
-def test_the_folder_generates(folder):
-    ids = torch.tensor([[108, 115, 104, 107, 106]])
-    sequence = OnnxGenerator(folder, threads=1).generate(ids, max_new_tokens=12)
-    session = onnxruntime.InferenceSession(folder / "model.onnx")
-    feeds = {"input_ids": sequence[:, :-1].numpy(), "attention_mask": torch.ones_like(sequence[:, :-1]).numpy()}
-    for node in session.get_inputs():
-        if node.name.startswith("past_key_values"):
-            feeds[node.name] = torch.zeros(1, 2, 0, 32).numpy()
-        elif node.name == "position_ids":
-            feeds[node.name] = torch.arange(sequence.shape[1] - 1)[None].numpy()
-    scores = torch.from_numpy(session.run(["logits"], feeds)[0])[0, 4:]
-    chosen = scores.gather(1, sequence[0, 5:, None])[:, 0]
-    assert sequence.shape[1] == 17
-    assert bool((scores.amax(-1) - chosen < 0.05).all())  # activations of one call are rounded in blocks of their own
 
 
 @pytest.mark.slow  # the import of NNCF alone takes 3 seconds
@@ -130,48 +100,36 @@ def _drawn(rows, columns, bits, seed):
     return numbers, zeros, scales, (numbers - zeros[:, each]).double() * scales[:, each].double()
 
 
-def _gptq(layer, weight, bits, seed):
-    numbers, zeros, scales, expected = _drawn(*weight.shape, bits, seed)
-    made = {
+def _awq_columns(table, bits):
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # of eight columns, which one the n-th field holds
+    return _packed(table.reshape(len(table), -1, 8)[..., order].flatten(1), bits)
+
+
+# by method: what is stored of the integers, zero points and scales of a matrix
+WRITERS = {
+    "gptq": lambda numbers, zeros, scales, bits: {
         "qweight": _packed(numbers, bits).T,
         "qzeros": _packed((zeros - 1).T, bits),
         "scales": scales.T,
-        "g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
-    }
-    return {f"{layer}.{name}": value.contiguous() for name, value in made.items()}, expected
-
-
-def _awq(layer, weight, bits, seed):
-    numbers, zeros, scales, expected = _drawn(*weight.shape, bits, seed)
-    order = [0, 2, 4, 6, 1, 3, 5, 7]  # of eight columns, which one the n-th field holds
-
-    def columns(table):
-        return _packed(table.reshape(len(table), -1, 8)[..., order].flatten(1), bits)
-
-    made = {"qweight": columns(numbers.T), "qzeros": columns(zeros.T), "scales": scales.T}
-    return {f"{layer}.{name}": value.contiguous() for name, value in made.items()}, expected
-
-
-def _compressed(layer, weight, bits, seed):
-    numbers, zeros, scales, expected = _drawn(*weight.shape, bits, seed)
-    made = {
+        "g_idx": (torch.arange(numbers.shape[1]) // GROUP).int(),
+    },
+    "awq": lambda numbers, zeros, scales, bits: {
+        "qweight": _awq_columns(numbers.T, bits),
+        "qzeros": _awq_columns(zeros.T, bits),
+        "scales": scales.T,
+    },
+    "compressed-tensors": lambda numbers, zeros, scales, bits: {
         "weight_packed": _packed(numbers, bits),
         "weight_scale": scales,
         "weight_zero_point": _packed(zeros.T, bits).T,
-        "weight_shape": torch.tensor(weight.shape),
-    }
-    return {f"{layer}.{name}": value.contiguous() for name, value in made.items()}, expected
-
-
-def _torchao(layer, weight, bits, seed):
-    numbers, zeros, scales, expected = _drawn(*weight.shape, bits, seed)
-    half = 2 ** (bits - 1)
-    made = {
-        "_weight_qdata": (numbers - half).to(torch.int8),
-        "_weight_zero_point": (zeros - half).to(torch.int8),
+        "weight_shape": torch.tensor(numbers.shape),
+    },
+    "torchao": lambda numbers, zeros, scales, bits: {
+        "_weight_qdata": (numbers - 2 ** (bits - 1)).to(torch.int8),
+        "_weight_zero_point": (zeros - 2 ** (bits - 1)).to(torch.int8),
         "_weight_scale": scales.float(),
-    }
-    return {f"{layer}.{name}": value.contiguous() for name, value in made.items()}, expected
+    },
+}
 
 
 def _of_torchao(kind):
@@ -192,27 +150,21 @@ def _stated(method, bits):
     }[method]
 
 
-WRITERS = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "torchao": _torchao}
-
-
 def _saved(folder, method, bits=4, stated=()):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = copy.deepcopy(small_model("llama"))
+    model = small_model("llama")
     held, full = {}, dict(model.state_dict())
     for number, (name, weight) in enumerate(list(full.items())):
         if not name.endswith("_proj.weight"):
             held[name] = weight
             continue
-        stored, expected = WRITERS[method](name.removesuffix(".weight"), weight, bits, number)
-        held |= stored
+        *parts, expected = _drawn(*weight.shape, bits, number)
+        for part, value in WRITERS[method](*parts, bits).items():
+            held[f"{name.removesuffix('.weight')}.{part}"] = value.contiguous()
         full[name] = expected.float()
     model.load_state_dict(full)
     folder.mkdir(exist_ok=True)
     model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = _stated(method, bits) | dict(stated)
-    (folder / "config.json").write_text(json.dumps(config))
+    restate(folder / "config.json", quantization_config=_stated(method, bits) | dict(stated))
     tied = {name: value.clone() for name, value in held.items() if name != "lm_head.weight" or name in full}
     save_file(tied, folder / "model.safetensors", {"format": "pt"})
     return model
@@ -268,11 +220,7 @@ def test_inputs_in_another_order_are_read(tmp_path):
         ("awq", {"version": "gemv"}, "is quantised by awq in 4 bits (gemv)"),
         ("compressed-tensors", {"format": "float-quantized"}, "is quantised by compressed-tensors (float-quantized)"),
         ("gptq", {"bits": 8}, "is damaged"),  # its integers are of 4
-        (
-            "torchao",
-            {"quant_type": _of_torchao("Int8DynamicActivationInt8WeightConfig")},
-            "is quantised by torchao (Int8DynamicActivationInt8WeightConfig)",
-        ),
+        ("torchao", {"quant_type": _of_torchao("Int8DynamicConfig")}, "is quantised by torchao (Int8DynamicConfig)"),
         ("torchao", {"quant_type": None}, "is quantised by torchao (in a form that its configuration does not name)"),
     ],
 )
@@ -327,8 +275,8 @@ def measured_folder(source, prompts, tmp_path_factory):
     return path
 
 
-def test_the_perplexity_is_that_of_the_prompts(measured_folder, source):
-    """Computed again by the model alone, of all tokens but the first two of the row."""
+def test_the_perplexity_is_that_of_the_prompts_whose_answers_are_kept(measured_folder):
+    """Computed again by the model alone, of all tokens but the first two of the row; the card states it."""
     stated = json.loads((measured_folder / "yobx_flatten.json").read_text())["quality"]["model.onnx"]
     ids = torch.tensor(ByT5Tokenizer(extra_ids=0)("\n".join(PROMPTS), add_special_tokens=False)["input_ids"])[None]
     with torch.no_grad():
@@ -336,52 +284,34 @@ def test_the_perplexity_is_that_of_the_prompts(measured_folder, source):
     loss = torch.nn.functional.cross_entropy(scores[0, 1:-1], ids[0, 2:])
     assert stated["text_tokens"] == ids.shape[1] - 2
     assert stated["model_perplexity"] == pytest.approx(math.exp(float(loss)), rel=1e-3)
-
-
-def test_the_answers_to_the_prompts_are_kept(measured_folder):
     case = load_case(measured_folder / "cases/generate-chats.case")
     rows = [row[mask.bool()] for row, mask in zip(case.inputs["input_ids"], case.inputs["attention_mask"], strict=True)]
     assert [bytes(int(token) - 3 for token in row).decode() for row in rows] == PROMPTS
-
-
-def test_the_card_states_size_perplexity_divergence_and_tokens(measured_folder):
-    stated = json.loads((measured_folder / "yobx_flatten.json").read_text())["quality"]["model.onnx"]
-    card = (measured_folder / "README.md").read_text()
-    assert f"{stated['perplexity'] / stated['model_perplexity']:.4f} of the model's" in card
-    assert f"tokens of prompts.txt | {stated['perplexity'] / stated['model_perplexity']:.4f}" in card
+    card, ratio = (measured_folder / "README.md").read_text(), stated["perplexity"] / stated["model_perplexity"]
+    assert f"{ratio:.4f} of the model's" in card
+    assert f"tokens of prompts.txt | {ratio:.4f}" in card
     assert f"{stated['text_divergence']:.4f} nats" in card
     assert "the same greedy token, 3 chats, " in card
     assert f"{(measured_folder / 'model.onnx').stat().st_size / 1e6:.1f} MB, int8" in card
 
 
-REFUSED = {
-    "no quantisation": ({"quantize": None}, "needs quantize="),
-    "scores of the last token": ({"logits": "last"}, "or with logits"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_text_that_measures_nothing_is_refused(prompts, tmp_path, name):
-    options, message = REFUSED[name]
-    with pytest.raises(InvalidArgumentError, match=message):
-        export_folder(trained_model(), tmp_path / "out", **{"quantize": "int8", "calibration": prompts, **options})
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_model_that_writes_nothing_takes_no_prompts(prompts, tmp_path):
-    encoder = small_model("bert").base_model
-    with pytest.raises(InvalidArgumentError, match="is for models that generate text, not for feature-extraction"):
-        export_folder(encoder, tmp_path / "out", task="feature-extraction", quantize="int8", calibration=prompts)
-
-
 @pytest.mark.parametrize(
-    ("contents", "message"), [(b"\n \n", "contains no prompts"), (b"\xff\xfe", "not a text in UTF-8")]
+    ("options", "message"),
+    [
+        ({"quantize": None}, "needs quantize="),
+        ({"logits": "last"}, "or with logits"),
+        ({"task": "feature-extraction"}, "is for models that generate text, not for feature-extraction"),
+        ({"calibration": b"\n \n"}, "contains no prompts"),
+        ({"calibration": b"\xff\xfe"}, "not a text in UTF-8"),
+    ],
 )
-def test_a_file_without_prompts_is_an_error_of_one_line(tmp_path, contents, message):
-    file = tmp_path / "p.txt"
-    file.write_bytes(contents)
-    with pytest.raises(ModelSourceError, match=message):
-        export_folder(trained_model(), tmp_path / "out", quantize="int8", calibration=file)
+def test_a_text_that_measures_nothing_is_refused(prompts, tmp_path, options, message):
+    model = small_model("bert").base_model if "task" in options else trained_model()
+    if "calibration" in options:
+        (tmp_path / "p.txt").write_bytes(options["calibration"])
+        options = {"calibration": tmp_path / "p.txt"}
+    with pytest.raises((InvalidArgumentError, ModelSourceError), match=message):
+        export_folder(model, tmp_path / "out", **{"quantize": "int8", "calibration": prompts, **options})
     assert not (tmp_path / "out").exists()
 
 
@@ -422,9 +352,7 @@ class Fixed:
 
 
 def _case(margins=None) -> StoredCase:
-    outputs = {"sequences": MODEL, "new_tokens": 5}
-    if margins is not None:
-        outputs["margins"] = margins
+    outputs = {"sequences": MODEL, "new_tokens": 5} | ({} if margins is None else {"margins": margins})
     return StoredCase({"input_ids": MODEL[:, :1]}, outputs, "chat")
 
 
@@ -436,26 +364,17 @@ def _margins(**tied) -> torch.Tensor:
     return margins
 
 
-def test_tokens_that_differ_are_all_counted():
-    found = torch.tensor([[7, 1, 2, 3, 0, 8], [7, 4, 5, 1, 1, 5]])
-    count = count_tokens(Fixed(found), _case(_margins()), 1e-4)
-    assert (count.tokens, count.different, count.excused, count.ok) == (9, 2, 0, False)
-    assert str(count) == "2 of 9 tokens differ"
-
-
-def test_tokens_after_a_tie_are_counted_and_excused():
+def test_tokens_that_differ_are_counted_and_excused_after_a_tie():
     found = torch.tensor([[7, 1, 3, 3, 0, 8], [7, 4, 5, 1, 1, 5]])
+    count = count_tokens(Fixed(found), _case(_margins()), 1e-4)
+    assert (count.tokens, count.different, count.excused, count.ok) == (9, 3, 0, False)
+    assert str(count) == "3 of 9 tokens differ"
     count = count_tokens(Fixed(found), _case(_margins(one=(1, 3))), 1e-4)
     assert (count.different, count.excused, count.ok) == (3, 2, False)
     both = count_tokens(Fixed(found), _case(_margins(one=(1, 3), other=(0, 2))), 1e-4)
     assert (both.different, both.excused, both.ok) == (3, 3, True)
     assert str(both) == "3 of 9 tokens differ, 3 of them excused: after a tie of two scores within float rounding"
-
-
-def test_a_folder_without_margins_excuses_nothing():
-    found = MODEL.clone()
-    found[1, 2] = 1
-    assert count_tokens(Fixed(found), _case(), 1e-4).ok is False
+    assert count_tokens(Fixed(found), _case(), 1e-4).ok is False  # a case without margins excuses nothing
     assert count_tokens(Fixed(MODEL), _case(), 1e-4).ok is True
 
 
@@ -467,29 +386,18 @@ def test_rounded_weights_are_judged_by_the_share_that_agrees_after_the_same_text
     assert count.agreed == pytest.approx((9 - wrong) / 9)
     assert count.ok is ok
     assert f"{wrong} of 9 tokens differ after the model's own text: " in str(count)
+    early = count_tokens(Fixed(MODEL[:, :4]), _case(_margins()), 1e-4, 0.75)  # it ends before the model does
+    assert (early.different, early.ok) == (3, False)
 
 
-def test_rounded_weights_that_end_before_the_model_does_choose_no_token_there():
-    found = MODEL[:, :4]
-    count = count_tokens(Fixed(found), _case(_margins()), 1e-4, 0.75)
-    assert (count.different, count.ok) == (3, False)
-
-
-@pytest.fixture(scope="module")
-def trained_folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokens") / "out"
-    export_folder(trained_model(), path, quantize="int4")
-    return path
-
-
-def test_the_stated_count_is_that_of_one_call_for_the_whole_text(trained_folder):
+def test_the_stated_count_is_that_of_one_call_for_the_whole_text(folder):
     """Next to the text of model.generate itself, which the file reads in one call, and not what the folder stored."""
-    case = load_case(trained_folder / "cases/generate.case")
+    case = load_case(folder / "cases/generate.case")
     with torch.no_grad():
         expected = trained_model().generate(**case.inputs, max_new_tokens=40, do_sample=False)
     mask = torch.cat([case.inputs["attention_mask"], torch.ones(len(expected), 40).long()], 1)
-    scores = open_model(trained_folder)(input_ids=expected, attention_mask=mask).logits
-    (check,) = [check for check in verify_folder(trained_folder).checks if check.file == "generate"]
+    scores = open_model(folder)(input_ids=expected, attention_mask=mask).logits
+    (check,) = [check for check in verify_folder(folder).checks if check.file == "generate"]
     assert check.ok
     differs = scores[:, 8:-1].argmax(-1) != expected[:, 9:]
     assert check.difference == check.tokens.different == int(differs.sum())
@@ -498,10 +406,10 @@ def test_the_stated_count_is_that_of_one_call_for_the_whole_text(trained_folder)
 
 
 @pytest.mark.parametrize("broken", ["a matrix of zeros", "scales of other rows"])
-def test_a_broken_file_fails_where_it_generates(trained_folder, tmp_path, broken):
+def test_a_broken_file_fails_where_it_generates(folder, tmp_path, broken):
     """A head whose scales are zero, or whose bits and zero points are those of the next row: the structure is right."""
     path = tmp_path / "broken"
-    shutil.copytree(trained_folder, path)
+    shutil.copytree(folder, path)
     model = onnx.load(path / "model.onnx")
     parts = {tensor.name: tensor for tensor in model.graph.initializer}
     bits, scales, points = ([n.input for n in model.graph.node if n.op_type == "MatMulNBits"][-1])[1:4]
@@ -512,14 +420,16 @@ def test_a_broken_file_fails_where_it_generates(trained_folder, tmp_path, broken
         parts[name].CopyFrom(numpy_helper.from_array(made, name))
     onnx.save(model, path / "model.onnx")
     checks = {check.file: check for check in verify_folder(path).checks}
+    assert not checks["model.onnx"].ok
+    assert checks["model.onnx"].quality.perplexity_ratio > 1.1
     assert not checks["generate"].ok
     assert checks["generate"].tokens.agreed < 0.4
 
 
-def _tokenizer(trained_folder, template="{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}\n"):
+def _tokenizer(place, template="{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}\n"):
     tokenizer = ByT5Tokenizer(extra_ids=0)
     tokenizer.chat_template = template
-    tokenizer.save_pretrained(trained_folder)
+    tokenizer.save_pretrained(place)
     return tokenizer
 
 

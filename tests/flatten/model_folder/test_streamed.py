@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tests.flatten.model_folder.exported_folders import saved
-from tests.flatten.model_folder.words import restate
+from tests.flatten.model_folder.exported_folders import restate
 from tests.tiny_gguf import LAYERS, WORDS, write
 from tests.transformers_versions import is_older_than, needs_transformers
 from yobx_flatten import export_folder
@@ -31,6 +30,10 @@ from yobx_flatten.model_folder.source.open import open_model
 on_meta = pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids`:UserWarning")
 
 
+def _streamed(folder, dtype="float32"):
+    return open_model(find_model(str(folder)), dtype=dtype, weights="stream", to="onnx")
+
+
 def _ties(model):
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -46,7 +49,7 @@ def test_a_streamed_model_is_the_one_that_transformers_loads(name, dtype, tmp_pa
     model = small_model(name)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     expected = type(model).from_pretrained(tmp_path, dtype=getattr(torch, dtype)).eval()
-    found = open_model(find_model(str(tmp_path)), dtype=dtype, weights="stream", to="onnx").model
+    found = _streamed(tmp_path, dtype).model
     readers = streamed_readers(found)
     assert all(parameter.is_meta for parameter in found.parameters())
     assert _ties(found) == _ties(expected)
@@ -59,38 +62,23 @@ def test_a_streamed_model_is_the_one_that_transformers_loads(name, dtype, tmp_pa
     assert found.config.to_dict() == expected.config.to_dict()
 
 
-@on_meta
-def test_a_streamed_model_generates_the_same_tokens():
-    """transformers' `generate`, on weights that are read for each call of a layer."""
-    model, folder = saved("llama")
-    found = open_model(find_model(str(folder)), dtype="float32", weights="stream", to="onnx").model
-    prompt = {"input_ids": torch.arange(10).reshape(2, 5), "max_new_tokens": 4, "do_sample": False}
-    assert torch.equal(found.generate(**prompt), model.generate(**prompt))
-
-
 @pytest.fixture
 def copied(tmp_path):
     small_model("llama").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-def test_a_missing_file_of_weights_is_named(tmp_path):
-    small_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    held = json.loads((tmp_path / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]
-    name = sorted(held.values())[1]
-    (tmp_path / name).unlink()
-    with pytest.raises(ModelSourceError, match=re.escape(name)):
-        open_model(find_model(str(tmp_path)), dtype="float32", weights="stream", to="onnx")
-
-
-def test_a_weight_that_its_file_does_not_hold_is_named(tmp_path):
+def test_a_file_or_a_weight_that_is_missing_is_named(tmp_path):
     small_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     held = json.loads((tmp_path / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]
     name = next(key for key in held if "down_proj" in key)
     file = tmp_path / held[name]
     save_file({key: value for key, value in load_file(file).items() if key != name}, file, metadata={"format": "pt"})
     with pytest.raises(ModelSourceError, match=rf"index.json lists {re.escape(name)} in .*, which lacks it"):
-        open_model(find_model(str(tmp_path)), dtype="float32", weights="stream", to="onnx")
+        _streamed(tmp_path)
+    file.unlink()
+    with pytest.raises(ModelSourceError, match=re.escape(file.name)):
+        _streamed(tmp_path)
 
 
 def _with_other_output(folder):
@@ -114,7 +102,7 @@ def _with_float32(folder):
 def test_files_that_do_not_hold_the_weights_as_the_model_has_them_are_loaded(change, reason, copied, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", None)
     change(copied)
-    found = open_model(find_model(str(copied)), dtype="float16", weights="stream", to="onnx")
+    found = _streamed(copied, "float16")
     assert not found.is_streamed
     assert re.search(reason, found.remarks[0]), found.remarks
 
@@ -138,20 +126,20 @@ def test_weights_that_are_joined_when_they_are_loaded_are_not_streamed(tmp_path)
     names = [name for name in load_file(tmp_path / "model.safetensors") if "experts" in name]
     if len(names) < 4:
         pytest.skip("this transformers stores experts as it holds them")
-    found = open_model(find_model(str(tmp_path)), dtype="float32", weights="stream", to="onnx")
+    found = _streamed(tmp_path)
     assert not found.is_streamed
     assert "loaded as a whole" in found.remarks[0]
 
 
 def test_what_cannot_be_streamed_is_refused(copied, tmp_path):
-    with pytest.raises(InvalidArgumentError, match=r"weights='stream' is for ONNX files"):
-        export_folder(copied, tmp_path / "out", to="program", weights="stream")
-    with pytest.raises(InvalidArgumentError, match=r"reads safetensors files, and llama has no complete set"):
-        export_folder("llama", tmp_path / "out", weights="stream")
-    with pytest.raises(InvalidArgumentError, match=r"weights must be one of .*'disk'"):
-        export_folder(copied, tmp_path / "out", weights="disk")
-    with pytest.raises(InvalidArgumentError, match=r"dtype='float16' is for a model given by name"):
-        export_folder(small_model("llama"), tmp_path / "out", dtype="float16")
+    for model, how, words in [
+        (copied, {"to": "program", "weights": "stream"}, r"weights='stream' is for ONNX files"),
+        ("llama", {"weights": "stream"}, "reads safetensors files, and llama has no complete set"),
+        (copied, {"weights": "disk"}, r"weights must be one of .*'disk'"),
+        (small_model("llama"), {"dtype": "float16"}, "dtype='float16' is for a model given by name"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=words):
+            export_folder(model, tmp_path / "out", **how)
 
 
 @on_meta
@@ -169,11 +157,11 @@ def test_a_streamed_folder_is_the_one_of_the_loaded_model(copied, tmp_path, monk
 
 
 def test_a_model_that_reads_a_weight_elsewhere_is_loaded_as_a_whole(copied, monkeypatch):
-    streamed = open_model(find_model(str(copied)), dtype="float32", weights="stream", to="onnx")
+    streamed = _streamed(copied)
     whole = streamed.as_a_whole("a weight is read where its layer is not called")
     assert not whole.is_streamed
     assert not any(parameter.is_meta for parameter in whole.model.parameters())
-    half = open_model(find_model(str(copied)), dtype="float16", weights="stream", to="onnx")
+    half = _streamed(copied, "float16")
     monkeypatch.setattr(loading, "memory_available", lambda: 1000)
     with pytest.raises(NoRoomError, match=r"The model is loaded as a whole: a weight is read where"):
         half.as_a_whole("a weight is read where its layer is not called")
@@ -261,40 +249,33 @@ def test_weights_in_full_are_stored_in_full(tmp_path):
         ("none.gguf", "There is no file"),
         ("unknown.gguf", "cannot be read as a model"),
         ("random.gguf", "cannot be read as a model"),
+        ("merges.gguf", ""),
+        ("folder/small.gguf", "Pass the GGUF file: "),
     ],
 )
-def test_a_file_that_is_no_model_is_an_error_of_one_line(tmp_path, held, name, message, capsys):
+def test_a_file_that_is_no_model_is_an_error_of_one_line_before_the_export(tmp_path, held, name, message, capsys):
     whole = held.read_bytes()
     contents = {
         "cut.gguf": whole[: len(whole) // 2],
         "text.gguf": b"{}",
         "unknown.gguf": whole.replace(b"llama", b"lxama"),
         "random.gguf": b"GGUF" + numpy.random.default_rng(0).bytes(5000),
+        "merges.gguf": whole.replace(b"a b", b"a!b"),  # of words that the tokenizer does not have
+        "folder/small.gguf": whole,
     }
+    given = tmp_path / name
+    given.parent.mkdir(exist_ok=True)
     if name in contents:
-        (tmp_path / name).write_bytes(contents[name])
-    assert main(["export", str(tmp_path / name), "-o", str(tmp_path / "out")]) == 2
+        given.write_bytes(contents[name])
+    if given.parent != tmp_path:
+        given, message = given.parent, f"{message}{given}"
+    assert main(["export", str(given), "-o", str(tmp_path / "out")]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     (line,) = shown.err.strip().splitlines()
     assert message in line
+    assert "exporting" not in line
     assert not (tmp_path / "out").exists()
-
-
-def test_a_tokenizer_that_cannot_be_read_is_found_before_the_export(tmp_path, held, capsys):
-    """Its merges are of words that it does not have."""
-    (tmp_path / "small.gguf").write_bytes(held.read_bytes().replace(b"a b", b"a!b"))
-    assert main(["export", str(tmp_path / "small.gguf"), "-o", str(tmp_path / "out")]) == 2
-    shown = capsys.readouterr()
-    assert "exporting" not in shown.err
-    assert len(shown.err.strip().splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_with_a_gguf_file_names_it(tmp_path, held, capsys):
-    (tmp_path / "small.gguf").write_bytes(held.read_bytes())
-    assert main(["export", str(tmp_path), "-o", str(tmp_path / "out")]) == 2
-    assert f"Pass the GGUF file: {tmp_path / 'small.gguf'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("read", [gguf_config, gguf_tokenizer], ids=lambda read: read.__name__)

@@ -147,7 +147,6 @@ def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:
-    """Return the tensors in a model's output; the output class need not be registered for flattening."""
     found = pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 

@@ -285,7 +285,6 @@ def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
 
 
 def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.Tensor:
-    """Make random audio or pictures for an encoder that does not read tokens."""
     reads = input_name(model)
     if reads == "input_features":
         names = ("num_mel_bins", "max_source_positions")
@@ -314,7 +313,6 @@ def image_size(config: Any) -> tuple[int, int]:
 
 
 def random_values(model: TransformersModel, shape: Sequence[int], seed: int | None = None) -> torch.Tensor:
-    """Draw random values in the dtype of a model's weights; the seed is, by default, the sum of the shape."""
     generator = torch.Generator().manual_seed(sum(shape) if seed is None else seed)
     return torch.randn(tuple(shape), generator=generator).to(model.dtype)
 

@@ -109,7 +109,6 @@ class GridVisionEncoder(torch.nn.Module):
 
 
 def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, torch.Tensor]:
-    """Make a random picture of ``height`` times ``width`` image tokens."""
     # returns: `pixel_values` of shape (patches, values of a patch), and `image_grid_thw` of shape (1, 3)
     vision = model.config.vision_config
     merge = vision.spatial_merge_size
@@ -196,7 +195,6 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
 
 
 def language_model_of(model: TransformersModel) -> Any:
-    """Return the language model inside a vision-language model; ``None`` if it contains none."""
     inner = getattr(model, "model", None)
     if inner is None and hasattr(model, "language_model") and model.can_generate():  # BLIP-2, with its head
         return model.language_model.base_model
@@ -508,6 +506,5 @@ def images_for(model: TransformersModel, count: int) -> torch.Tensor:
 
 
 def image_token_of(model: TransformersModel) -> int:
-    """Return the id of the image token, whose embeddings are replaced by picture features."""
     found = getattr(model.config, "image_token_id", None)
     return int(model.config.image_token_index if found is None else found)

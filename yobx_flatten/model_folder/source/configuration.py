@@ -249,20 +249,16 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
     "n_head": 4,
     **dict.fromkeys(("n_layer", "num_key_value_heads"), 2),
-    "head_dim": 16,
-    "d_kv": 16,
+    **dict.fromkeys(("head_dim", "d_kv"), 16),
     "rotary_dim": 8,
     "query_pre_attn_scalar": 16,
-    "max_position_embeddings": 512,
-    "n_positions": 512,
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 512),
     "max_source_positions": 50,
     "max_target_positions": 128,
     "num_mel_bins": 16,
     "image_size": 32,
     "patch_size": 8,
-    "mm_tokens_per_image": 4,
-    "num_experts": 4,
-    "num_local_experts": 4,
+    **dict.fromkeys(("mm_tokens_per_image", "num_experts", "num_local_experts"), 4),
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     # which layers have attention, and which have experts
@@ -272,18 +268,13 @@ _SIZES: dict[str, Any] = {
     "expert_layer_period": 2,
     "expert_layer_offset": 1,
     # states; heads times their size is twice the width
-    "state_size": 8,
-    "mamba_d_state": 8,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_head_dim": 16,
+    **dict.fromkeys(("state_size", "mamba_d_state", "mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     "mamba_d_ssm": 128,
     "mamba_chunk_size": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
     # larger than for training, so that the untrained model generates different tokens
     "initializer_range": 0.3,
 }
@@ -292,7 +283,6 @@ _DROPPED = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")
 
 
 def small_config(name: str) -> Any:
-    """Return the configuration of a small model with a model type of transformers, such as ``llama``."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name not in CONFIG_MAPPING:
@@ -348,7 +338,6 @@ def _may_be_set(config: Any, name: str, value: object) -> bool:
 
 
 def small_model(name: str, seed: int = 0) -> Any:
-    """Make a small model with random weights, in evaluation mode."""
     config = small_config(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

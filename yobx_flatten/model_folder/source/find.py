@@ -144,7 +144,6 @@ class FoundModel:
         return model, (noted, *remarks, *of_adapter.remarks())
 
     def packing(self) -> Packing | None:
-        """Return how the folder stores quantized weights, if this package dequantizes them; else ``None``."""
         return packing_of(self.config, self.name) if self.has_weights and self.gguf is None else None
 
     def _load_packed(self, packing: Packing, dtype: str) -> tuple[Any, tuple[str, ...]]:
@@ -264,7 +263,6 @@ def _adapted(source: str, folder: pathlib.Path, **how: bool) -> FoundModel:
 
 
 def _why_not(error: BaseException) -> str:
-    """Return the reason of a failed download in one line."""
     chain: list[BaseException] = []
     step: BaseException | None = error
     while step is not None and step not in chain:
@@ -384,5 +382,4 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
 
 
 def readable(name: pathlib.Path | str, failure: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """In a ``with`` block, convert the errors of tokenizer libraries to ``failure``."""
     return raised_as(lambda error: failure(f"The tokenizer in {name} cannot be read: {first_line(error)}"))

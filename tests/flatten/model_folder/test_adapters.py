@@ -1,11 +1,13 @@
-"""One exported folder switches LoRA adapters, and computes with each what PEFT computes."""
+"""LoRA adapters: merged into the model of a folder, or switched in one exported folder, next to what PEFT computes."""
 
 import copy
+import importlib.util
 import itertools
 import json
 import os
 import shutil
 import warnings
+from functools import partial
 
 import peft
 import pytest
@@ -13,14 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
+from roundpipe_runtime.fine_tune import Lora, add_lora, load_tokenizer, model_source, save_model
 from tests.cases import cases
-from tests.flatten.model_folder.words import restate
+from tests.flatten.model_folder.exported_folders import restate
+from tests.models import SIZES
 from yobx_flatten import (
     DamagedFileError,
     FolderExistsError,
     GenerationError,
     InvalidArgumentError,
     ModelSourceError,
+    OnnxGenerator,
     ReplayError,
     add_adapter,
     export_folder,
@@ -29,9 +34,13 @@ from yobx_flatten import (
     verify_folder,
 )
 from yobx_flatten.__main__ import main
+from yobx_flatten.files import limited
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.source import adapter
+from yobx_flatten.model_folder.source.adapter import read_adapters
 from yobx_flatten.model_folder.source.configuration import small_model
+from yobx_flatten.model_folder.source.find import find_model
+from yobx_flatten.model_folder.source.open import open_model as open_source
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.storage.cases import load_case
 
@@ -57,10 +66,8 @@ def save_adapter(model, config, folder, seed=1, size=0.3):
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("switched")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=259, initializer_range=0.3, eos_token_id=2, **sizes)).save_pretrained(
-        root / "base"
-    )
+    config = LlamaConfig(vocab_size=259, initializer_range=0.3, eos_token_id=2, **SIZES)
+    LlamaForCausalLM(config).save_pretrained(root / "base")
     tokenizer = ByT5Tokenizer(extra_ids=0)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(root / "base")
@@ -175,12 +182,15 @@ def test_other_kinds_of_models_switch_adapters(kind, tmp_path):
     targets, options = KINDS[kind]
     model = small_model(kind)
     save_adapter(model, peft.LoraConfig(r=3, target_modules=targets), tmp_path / "one", size=0.1)
-    before = {name: (set(vars(module)), module.training) for name, module in model.named_modules()}
-    wanted = [parameter.requires_grad for parameter in model.parameters()]
+
+    def state():
+        modules = {name: (set(vars(module)), module.training) for name, module in model.named_modules()}
+        return modules, [parameter.requires_grad for parameter in model.parameters()]
+
+    before = state()
     done = export_folder(model, tmp_path / "out", adapters={"one": tmp_path / "one"}, **options)
     assert {check.file for check in done.verified.checks if check.adapter} >= set(done.reports)
-    assert {name: (set(vars(module)), module.training) for name, module in model.named_modules()} == before
-    assert [parameter.requires_grad for parameter in model.parameters()] == wanted
+    assert state() == before
 
 
 @pytest.mark.slow
@@ -309,9 +319,8 @@ def test_an_adapter_that_the_files_compute_otherwise_is_not_added(root, roomy, t
 @pytest.mark.slow
 def test_layers_without_room_are_named(root, tmp_path):
     export_folder(root / "base", tmp_path / "out", adapters={"one": root / "one"}, proof="none")
-    with pytest.raises(
-        DamagedFileError, match=r"k_proj\.lora_A, .*accept adapters in q_proj, v_proj\. Export the model"
-    ):
+    words = r"k_proj\.lora_A, .*accept adapters in q_proj, v_proj\. Export the model"
+    with pytest.raises(DamagedFileError, match=words):
         add_adapter(tmp_path / "out", "two", root / "two")
     export_folder(root / "base", tmp_path / "plain", proof="none")
     with pytest.raises(InvalidArgumentError, match=r"no inputs for adapters(.|\n)*adapters=\{'two'"):
@@ -332,10 +341,7 @@ def test_a_wrong_product_is_not_published(root, tmp_path, monkeypatch):
 
 UNFIT = {
     "DoRA": (peft.LoraConfig(r=4, target_modules=["o_proj"], use_dora=True), "use_dora"),
-    "a head that was trained": (
-        peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
-        "lm_head",
-    ),
+    "a trained head": (peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head"),
     "a bias": (peft.LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True), "bias"),
     "IA3": (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "IA3"),
 }
@@ -351,48 +357,34 @@ def test_what_is_more_than_two_products_is_refused_with_the_way(kind, root, tmp_
         export_folder(root / "base", tmp_path / "out", adapters={"x": tmp_path / "unfit"})
 
 
-def test_an_adapter_that_changes_the_weights_of_the_model_is_refused(root, tmp_path):
+def test_what_cannot_be_switched_is_refused(root, tmp_path):
     """PEFT takes the part that PiSSA begins with out of the model when it loads such a folder."""
     shutil.copytree(root / "one", tmp_path / "pissa")
     restate(tmp_path / "pissa/adapter_config.json", init_lora_weights="pissa")
-    with pytest.raises(InvalidArgumentError, match="'pissa', which changes the base weights"):
-        export_folder(root / "base", tmp_path / "out", adapters={"x": tmp_path / "pissa"})
-
-
-def test_other_files_than_those_of_onnxruntime_are_refused(root, tmp_path):
-    with pytest.raises(InvalidArgumentError, match=r"found torch\. Merge the adapter instead"):
-        export_folder(root / "base", tmp_path / "out", adapters=_both(root), to="program")
-    with pytest.raises(InvalidArgumentError, match=r"found layout='transformers\.js'"):
-        export_folder(root / "base", tmp_path / "out", adapters=_both(root), layout="transformers.js")
-
-
-@pytest.mark.parametrize("name", ["../one", "a/b", "", ".hidden"])
-def test_names_that_are_no_names_of_files_are_refused(name, root, tmp_path):
-    with pytest.raises(InvalidArgumentError, match=r"the name .* is not allowed"):
-        export_folder(root / "base", tmp_path / "out", adapters={name: root / "one"})
-
-
-def test_a_folder_that_is_no_adapter_is_named(root, tmp_path):
-    with pytest.raises(ModelSourceError, match=r"base contains no adapter_config\.json"):
-        export_folder(root / "base", tmp_path / "out", adapters={"x": root / "base"})
+    not_a_name = r"the name .* is not allowed"
+    for adapters, how, words in [
+        ({"x": tmp_path / "pissa"}, {}, "'pissa', which changes the base weights"),
+        (_both(root), {"to": "program"}, r"found torch\. Merge the adapter instead"),
+        (_both(root), {"layout": "transformers.js"}, r"found layout='transformers\.js'"),
+        *(({name: root / "one"}, {}, not_a_name) for name in ("../one", "a/b", "", ".hidden")),
+        ({"two": root / "two"}, {"model": _adapted(root, "one")}, "has adapters in its layers"),
+        ({"x": root / "base"}, {}, r"base contains no adapter_config\.json"),
+    ]:
+        with pytest.raises((InvalidArgumentError, ModelSourceError), match=words):
+            export_folder(**{"model": root / "base", "folder": tmp_path / "out", "adapters": adapters, **how})
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": 48}, {"num_hidden_layers": 1}])
 def test_an_adapter_of_another_model_is_refused_and_leaves_no_layer_behind(sizes, root, tmp_path):
     """PEFT stops after it has put its layers into the model, or leaves out what it has no place for."""
-    stated = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **stated)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **{**SIZES, **sizes})).eval()
     before = [(name, type(module)) for name, module in model.named_modules()]
     with pytest.raises(ModelSourceError, match=r"one (is not an adapter of .*size mismatch|holds 4 weights)"):
         export_folder(model, tmp_path / "out", adapters={"one": root / "one"})
     assert [(name, type(module)) for name, module in model.named_modules()] == before
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert not hasattr(model, "peft_config")
-
-
-def test_a_model_that_has_adapters_is_refused(root, tmp_path):
-    with pytest.raises(InvalidArgumentError, match="has adapters in its layers"):
-        export_folder(_adapted(root, "one"), tmp_path / "out", adapters={"two": root / "two"})
 
 
 @pytest.mark.slow
@@ -442,7 +434,6 @@ def test_an_adapter_of_a_stranger_is_checked_before_it_is_used(change, folder, t
 
 @pytest.mark.slow
 def test_what_is_no_file_of_matrices_is_refused(folder, tmp_path):
-    """A file that is no safetensors file, and a named pipe, from which a reader would wait forever."""
     copied = shutil.copytree(folder, tmp_path / "copied")
     (copied / "adapters/one.safetensors").write_bytes(b"no matrices")
     with pytest.raises(DamagedFileError, match=r"one\.safetensors"):
@@ -451,3 +442,209 @@ def test_what_is_no_file_of_matrices_is_refused(folder, tmp_path):
     os.mkfifo(copied / "adapters/one.safetensors")
     with pytest.raises(DamagedFileError, match="is not a regular file"):
         open_generator(copied).generate(IDS, adapter="one")
+
+
+ROW = torch.tensor([[5, 6, 7, 8]])
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def base(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=300, initializer_range=0.5, eos_token_id=None, **SIZES)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def _saved_adapter(base, config=None):
+    config = config or peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    save_adapter(AutoModelForCausalLM.from_pretrained(base), config, base.parent / "adapter")
+    return base.parent / "adapter"
+
+
+@torch.no_grad()
+def _logits(base, adapter=None):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return (model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)).eval()(input_ids=ROW).logits
+
+
+MERGED = {
+    "LoRA": None,
+    "DoRA": peft.LoraConfig(r=4, target_modules=["o_proj"], use_dora=True),
+    "a head that was trained": peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "all linear layers": peft.LoraConfig(r=2, lora_alpha=3, use_rslora=True, target_modules="all-linear"),
+    "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "LoHa": peft.LoHaConfig(r=2, target_modules=["q_proj"]),
+}
+
+
+@pytest.mark.parametrize("kind", MERGED)
+def test_the_model_of_an_adapter_is_the_adapted_one(kind, base):
+    adapter = _saved_adapter(base, MERGED[kind])
+    wanted = _logits(base, adapter)
+    with torch.no_grad():
+        found = find_model(str(adapter)).load()(input_ids=ROW).logits
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
+    assert (wanted - _logits(base)).abs().max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained_by", ["PEFT", "roundpipe train --lora"])
+def test_a_folder_of_adapters_is_exported(trained_by, base, tmp_path):
+    if trained_by == "PEFT":
+        adapter = _saved_adapter(base)
+        ByT5Tokenizer(extra_ids=0).save_pretrained(base)
+        done = export_folder(adapter, tmp_path / "out", proof="none")
+        assert any("adapter" in note and "was merged" in note for note in done.reports["model.onnx"].remarks)
+    else:
+        source = model_source(base)
+        model = add_lora(source.load(), Lora.parse("2"))
+        for parameter in model.parameters():
+            parameter.data += 0.3 * torch.ones_like(parameter) if parameter.requires_grad else 0
+        adapter = save_model(model, load_tokenizer(source, "bytes"), tmp_path / "adapter", source=source)
+        assert main(["export", str(adapter), "-o", str(tmp_path / "out")]) == 0
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
+    mask = torch.ones_like(ROW)
+    wanted = adapted.generate(input_ids=ROW, attention_mask=mask, max_new_tokens=16, do_sample=False)
+    assert torch.equal(open_generator(tmp_path / "out").generate(ROW, max_new_tokens=16), wanted)
+    assert (tmp_path / "out/tokenizer_config.json").is_file()
+    assert not (tmp_path / "out/adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("change", [r"lacks the weight .*v_proj\.lora_B", "holds the weight more"])
+def test_weights_that_are_not_those_of_the_adapter_are_refused_by_name(change, base):
+    """PEFT warns of missing ones, and is silent about others."""
+    adapter = _saved_adapter(base)
+    weights = load_file(adapter / WEIGHTS)
+    if change.startswith("lacks"):
+        weights.pop(next(name for name in weights if "v_proj.lora_B" in name))
+    else:
+        weights["more"] = torch.ones(1)
+    save_file(weights, adapter / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ModelSourceError, match=change):
+        find_model(str(adapter)).load()
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"base_model_name_or_path": "./nowhere/base"}, r"nowhere/base, which is not found(.|\n)*merge_and_unload"),
+        ({"base_model_name_or_path": None}, r"does not name its base model(.|\n)*merge_and_unload"),
+        ({"base_model_name_or_path": "llama"}, "an adapter of llama, but llama has no weights"),
+        ({"megatron_config": {"a": 1}}, "names a module to import"),
+        ({"peft_type": "OWN"}, "has peft_type 'OWN', unknown to PEFT"),
+        ({"task_type": "NOPE"}, r"adapter_config\.json is not a configuration of PEFT: Invalid task type"),
+        ({"peft_type": "ADALORA"}, "is not a configuration of PEFT"),
+        ({"use_bdlora": 5}, "is not a configuration of PEFT"),
+        ({"layer_replication": [[0, 1]] * 100_000}, "which is not a list of pairs .* at most 10,000 layers"),
+        ({"layer_replication": [[0, 10**9]]}, "layer_replication"),
+        ({"layer_replication": [[0, "1"]]}, "layer_replication"),
+        ({"base_model_name_or_path": "../adapter"}, "is an adapter itself"),
+    ],
+)
+def test_an_adapter_without_a_model_is_refused_with_what_to_do(entries, reason, base, monkeypatch):
+    adapter = _saved_adapter(base)
+    monkeypatch.chdir(base)  # names of folders are relative to the current one
+    restate(adapter / "adapter_config.json", **entries)
+    with pytest.raises(ModelSourceError, match=reason):
+        find_model(str(adapter))
+
+
+def test_what_stands_next_to_an_adapter_is_ignored_or_refused(base):
+    """transformers would load weights of a model, and not the model that the adapter names."""
+    adapter = _saved_adapter(base)
+    (adapter / "config.json").write_bytes((base / "config.json").read_bytes())
+    assert find_model(str(adapter)).adapter == adapter
+    (adapter / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
+    with pytest.raises(ModelSourceError, match=r"also weights of a model \(model\.safetensors\)\. Remove one"):
+        find_model(str(adapter))
+
+
+_BACKTRACKS = "(([a-z_.0-9]+)+)+!"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork, and no limits")
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"target_modules": _BACKTRACKS},
+        {"exclude_modules": _BACKTRACKS},
+        {"rank_pattern": {_BACKTRACKS: 4}},
+        {"modules_to_save": [_BACKTRACKS]},
+    ],
+    ids=lambda entries: next(iter(entries)),
+)
+def test_a_pattern_without_an_end_is_refused(entries, base, monkeypatch):
+    monkeypatch.setattr(limited, "_CPU_SECONDS", 1)
+    adapter = _saved_adapter(base)
+    restate(adapter / "adapter_config.json", **entries)
+    with pytest.raises(
+        ModelSourceError, match=r"adapter_config\.json has a pattern .* that cannot be matched: .*CPU sec"
+    ):
+        find_model(str(adapter)).load()
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [{"r": 10**9}, {"r": 10**30}, {"r": "many"}, {"r": 4.5}, {"rank_pattern": {"q_proj": 10**9}}],
+    ids=["r", "no number of the machine", "text", "fraction", "pattern"],
+)
+@pytest.mark.parametrize("is_switched", [False, True], ids=["merged", "switched"])
+def test_a_rank_that_the_weights_do_not_have_is_refused(entries, is_switched, base):
+    """PEFT would make matrices of 128 GB for each layer, before it looks at the weights."""
+    adapter = _saved_adapter(base)
+    restate(adapter / "adapter_config.json", **entries)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    read = partial(read_adapters, model, {"one": adapter}) if is_switched else find_model(str(adapter)).load
+    with pytest.raises(ModelSourceError, match=r"adapter_config\.json states rank .*at most 1,024"):
+        read()
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"init_lora_weights": "pissa_niter_1000000000"},
+        pytest.param(
+            {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 10**9}},
+            marks=pytest.mark.skipif(not importlib.util.find_spec("scipy"), reason="PEFT reads LoftQ with scipy only"),
+        ),
+        {"peft_type": "XLORA", "hidden_size": 8, "adapters": {"a": "owner/name"}},
+    ],
+    ids=["PiSSA", "LoftQ", "X-LoRA"],
+)
+def test_first_weights_of_many_steps_and_other_adapters_are_refused(entries, base):
+    """PEFT would compute for hours what the file replaces, or load what the file names."""
+    adapter = _saved_adapter(base)
+    restate(adapter / "adapter_config.json", **entries)
+    with pytest.raises(ModelSourceError, match=r"adapter_config\.json (sets 1,000 or more iterations|names adap)"):
+        find_model(str(adapter)).load()
+
+
+def test_adapters_that_no_file_holds_are_refused(base, tmp_path):
+    """Learned prompts are inputs, and no file has such an input; a merged adapter changes weights that are streamed."""
+    with pytest.raises(InvalidArgumentError, match="changes the weights"):
+        open_source(find_model(str(_saved_adapter(base))), dtype="float32", weights="stream", to="onnx")
+    prompts = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    with pytest.raises(InvalidArgumentError, match="contains learned prompts"):
+        find_model(str(_saved_adapter(base, copy.copy(prompts))))
+    with pytest.raises(InvalidArgumentError, match="learned prompts"):
+        export_folder(peft.get_peft_model(small_model("llama"), copy.copy(prompts)).eval(), tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("merged", "optimize"), [(False, "onnxruntime"), (True, None)])
+def test_adapters_are_exported_as_weights_or_merged(merged, optimize, tmp_path):
+    targets = ["q_proj", "v_proj", "down_proj"]
+    lora = peft.LoraConfig(r=4, lora_alpha=16, init_lora_weights=False, target_modules=targets)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(small_model("llama"), lora).eval()
+    ids = torch.randint(4, 259, (2, 9), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
+    wanted = adapted.generate(input_ids=ids, **options)
+    assert not torch.equal(wanted, small_model("llama").generate(ids, **options))
+    given = adapted.merge_and_unload() if merged else adapted
+    done = export_folder(given, tmp_path / "out", optimize=optimize, proof="sample")
+    assert done.task == "text-generation"
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert OnnxGenerator(tmp_path / "out", threads=1).generate(ids, max_new_tokens=20).tolist() == wanted.tolist()

@@ -8,18 +8,6 @@ from .report import DiskUse, StepSimulation, simulate
 from .step_plan import DeviceMemory, HostMemory, StepPlan, expected_share, step_plan
 
 __all__ = [
-    "DeviceMemory",
-    "DiskUse",
-    "Hardware",
-    "HostMemory",
-    "LayerFootprint",
-    "StepPlan",
-    "StepSimulation",
-    "describe_hardware",
-    "expected_share",
-    "load_machine",
-    "measure_layers",
-    "save_machine",
-    "simulate",
-    "step_plan",
-]
+    "DeviceMemory", "DiskUse", "Hardware", "HostMemory", "LayerFootprint", "StepPlan", "StepSimulation",
+    "describe_hardware", "expected_share", "load_machine", "measure_layers", "save_machine", "simulate", "step_plan",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -240,33 +241,23 @@ class Order(Sampler[int]):
         return int(self._shuffled[number])
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
     """Decides after each step whether the Trainer logs, evaluates and saves, and forwards the logs."""
 
     # on_log forwards the record of a step or an evaluation; after a signal, it requests a checkpoint and the end
-    # every: steps between two checkpoints; `None` for none
-    # at_end: whether to write a checkpoint after the last step; `None` writes no checkpoint, not even after a signal
-    # note: function that is called with each record
-    # recorded: step of the timeline; `None` for no timeline
+    trainer: TextTrainer
+    interruption: Interruption
+    every: int | None  # steps between two checkpoints; `None` for none
+    # whether to write a checkpoint after the last step; `None` writes no checkpoint, not even after a signal
+    at_end: bool | None
+    note: Callable[[StepRecord | EvalRecord], None]  # function that is called with each record
+    save_model: Callable[[], object]
+    recorded: int | None  # step of the timeline; `None` for no timeline
+    save_timeline: Callable[[Timeline], object]
 
-    def __init__(
-        self,
-        trainer: TextTrainer,
-        interruption: Interruption,
-        *,
-        every: int | None,
-        at_end: bool | None,
-        note: Callable[[StepRecord | EvalRecord], None],
-        save_model: Callable[[], object],
-        recorded: int | None,
-        save_timeline: Callable[[Timeline], object],
-    ) -> None:
-        self.trainer, self.interruption = trainer, interruption
-        self.every, self.at_end = every, at_end
-        self.note, self.save_model = note, save_model
-        self.recorded, self.save_timeline = recorded, save_timeline
-        self.recording = contextlib.ExitStack()
-        self.timeline = Timeline()
+    def __post_init__(self) -> None:
+        self.recording, self.timeline = contextlib.ExitStack(), Timeline()
         self.status, self.begin = 0, math.nan
         self.saved: str | None = None
         self.is_model_saved = False

@@ -1,12 +1,13 @@
 """Names, signatures and loops of RoundPipe, and what the page on other programs says of it."""
 
+import contextlib
 import copy
 import functools
 import inspect
+import operator
 import pickle
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -25,105 +26,52 @@ from roundpipe_runtime import (
     UnregisteredObjectError,
 )
 from roundpipe_runtime.optim import Adam
+from tests.runtime.documents import ModelOutput
 from tests.runtime.small import batch, same_bits, small_model, state
 
+F = nn.functional
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=4)
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "coming_from.md").read_text(encoding="utf-8")
 
-# An empty container or configuration as a default: `None` and `()` say the same here.
-EMPTY = "empty"
-# Worked out from the devices.
-DEVICES = "devices"
 REQUIRED = inspect.Parameter.empty
+# Defaults: an empty container or configuration (`None` and `()` say the same here), and what devices determine.
+EMPTY, DEVICES = "empty", "devices"
 
 # name -> the parameters that the reference gives it, in order, with their defaults
 CONTRACT = {
-    "RoundPipe": {
-        "model": REQUIRED,
-        "optim_dtype": None,
-        "name": None,
-        "model_run_config": EMPTY,
-        "pin_model": "alloc",
-    },
-    "RoundPipe.forward": {"args": REQUIRED, "roundpipe_run_config": EMPTY, "kwargs": REQUIRED},
-    "RoundPipe.forward_backward": {
-        "input_args": EMPTY,
-        "input_kwargs": EMPTY,
-        "label": None,
-        "loss_fn": "the outputs",
-        "return_outputs": False,
-        "run_config": EMPTY,
-    },
-    "RoundPipe.optim_parameters": {},
-    "RoundPipe.optim_named_parameters": {"prefix": "", "remove_duplicate": True},
-    "RoundPipe.step": {"step_fn": REQUIRED, "is_async": True, "args": REQUIRED, "kwargs": REQUIRED},
-    "RoundPipe.synchronize": {},
-    "RoundPipe.set_original_model": {"original_model": REQUIRED},
-    "wrap_model_to_roundpipe": {
-        "model": REQUIRED,
-        "use_sequential_preset": None,
-        "lower_threshold": 16 * 1024,
-        "upper_threshold": None,
-        "skip_modules": EMPTY,
-        "override_config": EMPTY,
-        "model_run_config": EMPTY,
-        "name": None,
-        "roundpipe_kwargs": REQUIRED,
-    },
-    "RoundPipeRunConfig": {
-        "requires_grad": None,
-        "output_device": None,
-        "preserve_rng_state": None,
-        "recompute_grain": None,
-        "num_microbatch": None,
-        "split_input": None,
-        "split_label": None,
-        "merge_output": None,
-        "execute_plan": None,
-    },
-    "ModelExecutePlan.auto": {
-        "run_type": REQUIRED,
-        "models": REQUIRED,
-        "min_stages": DEVICES,
-        "upper_threshold": 1.1,
-        "model_memory_limit": DEVICES,
-    },
-    "RoundPipePackedData.synchronize": {},
-    "save_for_recompute": {"data": REQUIRED},
-    "doing_recompute": {},
-    "get_recompute_data": {},
-    "OptimizerCtx": {},
-    "optim.Adam": {
-        "params": REQUIRED,
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "amsgrad": False,
-        "foreach": None,
-        "maximize": False,
-        "capturable": False,
-        "differentiable": False,
-        "fused": None,
-        "decoupled_weight_decay": False,
-    },
-    "GradScaler": {
-        "init_scale": 2.0**16,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "enabled": True,
-    },
-    "GradScaler.scale": {"outputs": REQUIRED},
-    "GradScaler.unscale_": {"optimizer": REQUIRED},
-    "GradScaler.step": {"optimizer": REQUIRED, "args": REQUIRED, "kwargs": REQUIRED},
-    "GradScaler.update": {"new_scale": None, "is_async": True},
-    "GradScaler.get_scale": {},
-    "GradScaler.get_growth_factor": {"up_to_date": False},
-    "GradScaler.set_growth_factor": {"new_factor": REQUIRED},
-    "GradScaler.get_backoff_factor": {"up_to_date": False},
-    "GradScaler.set_backoff_factor": {"new_factor": REQUIRED},
-    "GradScaler.get_growth_interval": {"up_to_date": False},
-    "GradScaler.set_growth_interval": {"new_interval": REQUIRED},
+    "RoundPipe": "model, optim_dtype=None, name=None, model_run_config=EMPTY, pin_model='alloc'",
+    "RoundPipe.forward": "args, roundpipe_run_config=EMPTY, kwargs",
+    "RoundPipe.forward_backward": "input_args=EMPTY, input_kwargs=EMPTY, label=None, loss_fn='the outputs', "
+    "return_outputs=False, run_config=EMPTY",
+    "RoundPipe.optim_parameters": "",
+    "RoundPipe.optim_named_parameters": "prefix='', remove_duplicate=True",
+    "RoundPipe.step": "step_fn, is_async=True, args, kwargs",
+    "RoundPipe.synchronize": "",
+    "RoundPipe.set_original_model": "original_model",
+    "wrap_model_to_roundpipe": "model, use_sequential_preset=None, lower_threshold=16384, upper_threshold=None, "
+    "skip_modules=EMPTY, override_config=EMPTY, model_run_config=EMPTY, name=None, roundpipe_kwargs",
+    "RoundPipeRunConfig": "requires_grad=None, output_device=None, preserve_rng_state=None, recompute_grain=None, "
+    "num_microbatch=None, split_input=None, split_label=None, merge_output=None, execute_plan=None",
+    "ModelExecutePlan.auto": "run_type, models, min_stages=DEVICES, upper_threshold=1.1, model_memory_limit=DEVICES",
+    "RoundPipePackedData.synchronize": "",
+    "save_for_recompute": "data",
+    "doing_recompute": "",
+    "get_recompute_data": "",
+    "OptimizerCtx": "",
+    "optim.Adam": "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, foreach=None, "
+    "maximize=False, capturable=False, differentiable=False, fused=None, decoupled_weight_decay=False",
+    "GradScaler": "init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True",
+    "GradScaler.scale": "outputs",
+    "GradScaler.unscale_": "optimizer",
+    "GradScaler.step": "optimizer, args, kwargs",
+    "GradScaler.update": "new_scale=None, is_async=True",
+    "GradScaler.get_scale": "",
+    "GradScaler.get_growth_factor": "up_to_date=False",
+    "GradScaler.set_growth_factor": "new_factor",
+    "GradScaler.get_backoff_factor": "up_to_date=False",
+    "GradScaler.set_backoff_factor": "new_factor",
+    "GradScaler.get_growth_interval": "up_to_date=False",
+    "GradScaler.set_growth_interval": "new_interval",
 }
 
 # What is otherwise on purpose: the default here, and words of the line in `coming_from.md` that says so.
@@ -140,20 +88,23 @@ ADDED = {
 }
 
 
+@pytest.fixture
+def pipe():
+    return functools.partial(RoundPipe, devices="virtual:2:check")
+
+
 def signature_of(name):
-    found = roundpipe_runtime
-    for part in name.split("."):
-        found = getattr(found, part)
-    parameters = inspect.signature(found).parameters
+    parameters = inspect.signature(operator.attrgetter(name)(roundpipe_runtime)).parameters
     return {key: value for key, value in parameters.items() if key != "self"}
 
 
 @pytest.mark.parametrize("name", CONTRACT)
 def test_a_signature_is_the_documented_one(name):
-    found = signature_of(name)
-    assert [key for key in found if key not in ADDED.get(name, [])] == list(CONTRACT[name])
-    for key, default in CONTRACT[name].items():
-        expected, _ = OTHERWISE.get((name, key), (default, ""))
+    found, text = signature_of(name), CONTRACT[name]
+    documented = inspect.signature(eval(f"lambda {'*, ' if text else ''}{text}: 0")).parameters
+    assert [key for key in found if key not in ADDED.get(name, [])] == list(documented)
+    for key, parameter in documented.items():
+        expected, _ = OTHERWISE.get((name, key), (parameter.default, ""))
         if expected in (EMPTY, DEVICES):
             assert found[key].default in (None, ())
         elif expected == "the outputs":
@@ -171,18 +122,16 @@ def test_what_is_new_does_not_move_what_is_old(name):
     assert all(found[key].default is not REQUIRED for key in added)
 
 
-def test_each_difference_in_a_signature_is_on_the_page():
+def test_each_difference_is_on_the_page():
     assert [line for _, line in OTHERWISE.values() if line not in PAGE] == []
     assert [f"{name}: {key}" for name, keys in ADDED.items() for key in keys if f"`{key}" not in PAGE] == []
-
-
-def test_names_that_are_not_here_are_on_the_page():
     for name in ("ModelTimer", "AutoRoundPipe"):
         assert not hasattr(roundpipe_runtime, name)
         assert f"`{name}" in PAGE
 
 
-def test_a_plan_is_checked_for_layers_and_run_in_either_order():
+def test_a_plan_is_checked_for_layers_and_run_in_either_order(pipe):
+    """And by a call that runs it. Packed data is a list."""
     plan = ModelExecutePlan([range(4)])
     for arguments, named in (
         ((4, "infer"), {}),
@@ -195,9 +144,10 @@ def test_a_plan_is_checked_for_layers_and_run_in_either_order():
     for arguments in ((5, "infer"), ("infer", 5)):
         with pytest.raises(PlanError, match="misses layer 4"):
             plan.check_valid(*arguments)
-
-
-def test_packed_data_is_a_list():
+    inputs, labels = batch(4)
+    config = RoundPipeRunConfig(execute_plan=ModelExecutePlan([range(3)], [range(3, 6), range(3)]))
+    with pytest.raises(PlanError, match="misses layer 6"):
+        pipe(small_model()).forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)
     assert isinstance(RoundPipePackedData([1, 2]), list)
     assert RoundPipePackedData([1, 2]).synchronize() == [1, 2]
 
@@ -275,9 +225,6 @@ def test_the_loop_of_the_second_tutorial_runs_as_it_is_written(tmp_path):
     assert torch.equal(again.lm_head.weight, raw.lm_head.weight)
 
 
-F = nn.functional
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=4)
-
 PROGRAM = """
 import sys, threading
 import torch
@@ -291,11 +238,6 @@ assert threading.active_count() == before, threading.enumerate()
 """
 
 
-@pytest.fixture
-def pipe():
-    return functools.partial(RoundPipe, devices="virtual:2:check")
-
-
 def test_the_import_needs_no_accelerator_and_starts_nothing():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -304,17 +246,14 @@ def test_the_import_needs_no_accelerator_and_starts_nothing():
 
 
 def test_the_documented_quotient_warns_when_it_is_no_mean(pipe):
-    inputs, labels = batch(10)
     config = RoundPipeRunConfig(num_microbatch=4, loss_reduction="sum")
     wrapped = pipe(small_model())
-    with pytest.warns(UnevenSplitWarning, match="WeightedLoss") as seen:
-        wrapped.forward_backward((inputs,), label=labels, loss_fn=lambda o, t: F.mse_loss(o, t) / 4, run_config=config)
-    assert [warning.filename for warning in seen] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrapped.forward_backward(
-            (inputs[:8],), label=labels[:8], loss_fn=lambda o, t: F.mse_loss(o, t) / 4, run_config=config
-        )
+    for rows, warns in ((10, pytest.warns(UnevenSplitWarning, match="WeightedLoss")), (8, contextlib.nullcontext([]))):
+        inputs, labels = batch(rows)
+        how = {"label": labels, "loss_fn": lambda o, t: F.mse_loss(o, t) / 4, "run_config": config}
+        with warns as seen:
+            wrapped.forward_backward((inputs,), **how)
+        assert [warning.filename for warning in seen] == [__file__] * (rows == 10)
 
 
 def test_a_call_without_anything_to_cut_is_one_microbatch(pipe):
@@ -334,33 +273,17 @@ def test_a_call_without_anything_to_cut_is_one_microbatch(pipe):
     assert model.calls == 2
 
 
-class Hidden:
-    """Holds a tensor, and nobody registered it."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
 def test_an_unregistered_object_with_tensors_is_refused(pipe):
     """It is not handed whole to every microbatch: as input and between layers, the error says where it is."""
 
     class Take(nn.Module):
         def forward(self, x):
-            return Hidden(x)
+            return ModelOutput(x, x)
 
-    with pytest.raises(UnregisteredObjectError, match=r"args\[0\][\s\S]*Hidden"):
-        pipe(nn.Identity())(Hidden(torch.zeros(4)))
-    with pytest.raises(UnregisteredObjectError, match=r"layer 0 \(Take\)[\s\S]*Hidden"):
+    with pytest.raises(UnregisteredObjectError, match=r"args\[0\][\s\S]*ModelOutput"):
+        pipe(nn.Identity())(ModelOutput(torch.zeros(4), torch.zeros(4)))
+    with pytest.raises(UnregisteredObjectError, match=r"layer 0 \(Take\)[\s\S]*ModelOutput"):
         pipe(nn.Sequential(Take(), nn.Identity()))(torch.zeros(4, 2))
-
-
-def test_a_fused_plan_without_the_last_layers_is_refused(pipe):
-    plan = ModelExecutePlan([range(3)], [range(3, 6), range(3)])
-    inputs, labels = batch(4)
-    with pytest.raises(PlanError, match="misses layer 6"):
-        pipe(small_model()).forward_backward(
-            (inputs,), label=labels, loss_fn=F.mse_loss, run_config=RoundPipeRunConfig(execute_plan=plan)
-        )
 
 
 def test_hooks_on_layers_run_with_the_layer_itself(pipe):

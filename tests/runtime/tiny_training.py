@@ -132,6 +132,11 @@ def records_of(training: Training, *, stop: int | None = None, **options) -> lis
     return found
 
 
+def same_bits(one, other) -> bool:
+    """Whether two states have the same tensors, to the last bit."""
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
 def metrics_of(path: pathlib.Path) -> list[tuple[int, str, float]]:
     """What of a metrics file is the same in every run: steps and losses."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -168,16 +168,11 @@ def make_chat_rows(
     cut = [ChatTokens(one.ids[:length], [False, *one.counts[1:length]]) for one in conversations]
     kept = [one for one in cut if any(one.counts)]
     if not kept:
-        longest, count = max(len(one.ids) for one in conversations), len(conversations)
+        longest = max(len(one.ids) for one in conversations)
+        lacks = f"in its first {length} tokens. Use longer rows: --length {longest}"
         if longest <= length:
-            raise FineTuneError(
-                f"None of {count} conversations has an answer to train on: the chat template marks no tokens of "
-                "answers. Use another --chat-template"
-            )
-        raise FineTuneError(
-            f"None of {count} conversations has an answer in its first {length} tokens. Use longer rows: "
-            f"--length {longest}"
-        )
+            lacks = "to train on: the chat template marks no tokens of answers. Use another --chat-template"
+        raise FineTuneError(f"None of {len(conversations)} conversations has an answer {lacks}")
     rows = _packed([len(one.ids) for one in kept], length) if packed else [[number] for number in range(len(kept))]
     if eval_share > 0 and len(rows) < 2:
         raise FineTuneError("There is only one row of conversations, so none can be held out: --eval-share 0")

@@ -10,11 +10,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from typer.testing import CliRunner
-
 from roundpipe_runtime import ConfigError
 from roundpipe_runtime.__main__ import main
-from roundpipe_runtime.cli import app as app_file
 from roundpipe_runtime.cli.app import app
 from tests import fresh_process
 from yobx_flatten import __version__
@@ -24,34 +21,21 @@ ROOT = pathlib.Path(__file__).parents[3]
 COMMANDS = ["demo", "plan", "train", "timeline", "doctor"]
 
 
-def run(*arguments):
-    """The command in a process of its own, as a shell starts it."""
-    return fresh_process.run("-m", "roundpipe_runtime", *arguments, check=False)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_that_fits_a_terminal(name, monkeypatch, capsys):
+    """80 columns, with a sentence that says what it does; a flag takes no value, so its help has no type.
 
-
-@pytest.mark.parametrize("name", ["train", "doctor"])
-def test_a_flag_has_no_type_in_the_help(name, capsys):
-    """A flag takes no value, so its help has none; the name of an argument is enough."""
+    The terminal breaks the lines: those of a docstring would stay, each with a rest below it in a narrower window.
+    """
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out
+    assert f"Usage: roundpipe {name}" in shown
     assert "--json" in shown
     assert not [word for word in ("<bool>", "<str>", "<path>", "<list[str]>") if word in shown]
-
-
-def test_the_terminal_breaks_the_lines_of_the_help():
-    """Lines of a docstring would stay, each with a rest below it where the window is narrower."""
-    for command in app.registered_commands:
-        assert "\n" not in command.help.replace("\n\n", "")
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_that_fits_a_terminal(name, monkeypatch):
-    """80 columns, with a sentence that says what it does."""
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = CliRunner().invoke(app, [name, "--help"])
-    assert shown.exit_code == 0
-    assert f"Usage: roundpipe {name}" in shown.output
-    assert max(len(line) for line in shown.output.splitlines()) <= 80
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    (command,) = (one for one in app.registered_commands if one.name == name)
+    assert "\n" not in command.help.replace("\n\n", "")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +46,8 @@ def test_every_command_has_help_that_fits_a_terminal(name, monkeypatch):
         (["train", "x"], "Missing option '--output'"),
         (["train", "--model", "x"], "Missing option '--output'"),
         (["demo", "extra"], "Got unexpected extra argument"),
+        (["demo", "--steps", "0"], "Invalid value for '--steps'"),
+        (["demo", "--steps", "x"], "Invalid value for '--steps'"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, words, capsys):
@@ -104,15 +90,11 @@ def test_without_typer_the_line_that_installs_it_is_shown(monkeypatch, capsys):
 
 def test_the_module_is_the_command_in_a_fresh_process():
     """`python -m roundpipe_runtime`: version, and the help of a missing command with status 2."""
-    shown = run("--version")
+    shown = fresh_process.run("-m", "roundpipe_runtime", "--version", check=False)
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"roundpipe_runtime {__version__}\n", "")
-    shown = run()
+    shown = fresh_process.run("-m", "roundpipe_runtime", check=False)
     assert shown.returncode == 2
     assert "Usage: roundpipe" in shown.stdout + shown.stderr
-
-
-def test_the_installed_command_is_the_same_function():
-    """What `pip install` puts on the path."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     assert scripts["roundpipe"] == "roundpipe_runtime.__main__:main"
     assert importlib.metadata.version("yobx-flatten") == __version__
@@ -135,4 +117,3 @@ def test_nobody_pays_for_a_command_that_was_not_asked_for():
         "sys.exit(any(name in sys.modules for name in ('transformers', 'peft', 'datasets')))"
     )
     assert fresh_process.run("-c", program).stderr == ""
-    assert app_file.app is app

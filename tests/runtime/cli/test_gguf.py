@@ -5,17 +5,17 @@ import json
 import pytest
 import torch
 
+from roundpipe_runtime.__main__ import main
+from roundpipe_runtime.fine_tune import FineTuneError, Settings, load_tokenizer, model_source, read_blocks
+from tests.runtime import tiny_training as tiny
+from tests.tiny_gguf import write
+from yobx_flatten.model_folder.source.find import find_model
+
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 pytest.importorskip("gguf")
-
-from roundpipe_runtime.__main__ import main  # noqa: E402 # after what skips
-from roundpipe_runtime.fine_tune import FineTuneError, Settings, load_tokenizer, model_source, read_blocks  # noqa: E402 # after what skips
-from tests.runtime import tiny_training as tiny  # noqa: E402 # after what skips
-from tests.tiny_gguf import write  # noqa: E402 # after what skips
-from yobx_flatten.model_folder.source.find import find_model  # noqa: E402 # after what skips
 
 FEW = ["--length", "16", "--batch", "4", "--microbatches", "2", "--steps", "2", "--devices", "virtual:1", "--no-check"]
 
@@ -99,20 +99,17 @@ def test_a_plan_counts_the_weights_of_the_file(here, capsys):
     assert shown["parameters"] == sum(one.numel() for one in read_by_transformers(path).parameters())
 
 
-def test_a_folder_with_the_file_alone_names_it(here):
+def test_a_folder_with_the_file_alone_names_it_and_a_damaged_file_is_refused(here, capsys):
     """Its configuration must not be taken for one of random weights."""
     read_by_transformers(write(here / "m.gguf")).config.save_pretrained(here)
     for _ in range(2):
         with pytest.raises(FineTuneError, match=r"contains m\.gguf\. Name the file instead of its folder: .*m\.gguf"):
             model_source(here)
         (here / "config.json").unlink(missing_ok=True)
-
-
-@pytest.mark.parametrize("command", [["plan"], ["train", "--text", "a.txt", "-o", "out"]], ids=["plan", "train"])
-def test_a_damaged_file_ends_in_one_line(here, capsys, command):
-    (here / "m.gguf").write_bytes(b"GGUF" + b"\0" * 40)
-    assert main([command[0], "m.gguf", *command[1:]]) == 2
-    assert "m.gguf" in capsys.readouterr().err
+    (here / "m.gguf").write_bytes(b"GGUF" + b"\0" * 40)  # damaged
+    for command in (["plan", "m.gguf"], ["train", "m.gguf", "--text", "a.txt", "-o", "out"]):
+        assert main(command) == 2
+        assert "m.gguf" in capsys.readouterr().err
     assert not (here / "out").exists()
 
 

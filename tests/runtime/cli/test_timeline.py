@@ -10,11 +10,7 @@ from torch import nn
 from roundpipe_runtime import Record, RoundPipe, RoundPipeRunConfig, Timeline, parse_devices
 from roundpipe_runtime.cli.app import run
 
-
-@pytest.fixture(scope="module")
-def names():
-    """The names of its devices."""
-    return [device.name for device in parse_devices("virtual:2")]
+NAMES = [device.name for device in parse_devices("virtual:2")]
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +28,23 @@ def recorded(tmp_path_factory):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_it_is_drawn_in_the_width_of_the_terminal(recorded, names, capsys, monkeypatch, columns):
-    """A row per device, their totals, the slowest stages; in a log without colours."""
+def test_it_is_drawn_in_the_width_of_the_terminal(recorded, capsys, monkeypatch, columns):
+    """A row per device, their totals, the slowest stages; in a log without colours.
+
+    As JSON, computed, copied and waited are 100 % together.
+    """
     monkeypatch.setenv("COLUMNS", str(columns))
     assert run(["timeline", str(recorded)]) == 0
     out = capsys.readouterr().out
-    drawn = [line for line in out.splitlines() if line.startswith(tuple(names)) and "%" not in line]
-    assert [line.split()[0] for line in drawn] == names
+    drawn = [line for line in out.splitlines() if line.startswith(tuple(NAMES)) and "%" not in line]
+    assert [line.split()[0] for line in drawn] == NAMES
     assert max(map(len, drawn)) <= columns
     assert max(map(len, out.splitlines())) <= 80 or columns > 80
     assert "\x1b" not in out
     assert "slowest" in out
-
-
-def test_shares_of_a_device_are_all_of_its_time(recorded, names, capsys):
-    """Computed, copied and waited are 100 % together."""
     assert run(["timeline", str(recorded), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [totals["device"] for totals in found["devices"]] == names
+    assert [totals["device"] for totals in found["devices"]] == NAMES
     for totals in found["devices"]:
         assert totals["busy"] + totals["transfers"] + totals["idle"] == pytest.approx(found["seconds"])
     times = [stage["seconds"] for stage in found["stages"]]
@@ -75,14 +70,10 @@ def test_totals_are_those_of_the_records(tmp_path, capsys):
 
 def test_files_that_are_no_timeline_are_one_line_and_2(tmp_path, capsys):
     """Empty, damaged, foreign, missing, a folder; nothing on stdout."""
-    for name, content in {
-        "empty": "",
-        "damaged": '{"traceEvents"',
-        "foreign": "[]",
-        "trace": '{"traceEvents": [{}]}',
-    }.items():
+    contents = {"empty": "", "damaged": '{"traceEvents"', "foreign": "[]", "trace": '{"traceEvents": [{}]}'}
+    for name, content in contents.items():
         (tmp_path / name).write_text(content)
-    for name in ("empty", "damaged", "foreign", "trace", "missing", "."):
+    for name in (*contents, "missing", "."):
         assert run(["timeline", str(tmp_path / name)]) == 2
         shown = capsys.readouterr()
         assert shown.err.startswith("roundpipe: ")
@@ -114,11 +105,7 @@ def test_timelines_of_ranks_are_one(tmp_path, capsys):
         ("rank 0 cuda:0", pytest.approx(1.0)),
         ("rank 1 cuda:0", pytest.approx(3.0)),
     ]
-
-
-def test_files_without_a_time_of_day_begin_together(tmp_path, capsys):
-    """Those of earlier versions."""
-    files = [of_rank(tmp_path / "a.json", None, 1.0), of_rank(tmp_path / "b.json", 1002.0, 3.0)]
+    files[0] = of_rank(tmp_path / "a.json", None, 1.0)  # of an earlier version: all begin together
     assert run(["timeline", *files, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(3.0)
 

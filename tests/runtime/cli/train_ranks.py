@@ -1,14 +1,26 @@
-"""`roundpipe train` in the processes of `run_ranks`, as torchrun starts it: exit statuses, what each shows, seconds."""
+"""`roundpipe train` in the processes of `run_ranks`, as torchrun starts it: exit statuses, what each shows, seconds.
+
+Under the agent of torchrun, which starts the ranks again when one was killed:
+
+    python -m tests.runtime.cli.train_ranks FOLDER KILLS
+
+A kill is `rank:steps:call`: of the layers that the rank calls when so many steps are done, the one in which it gets
+SIGKILL; the first start has the first kill, and so on.
+"""
 
 import contextlib
 import io
 import os
+import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from roundpipe_runtime.__main__ import main
 
@@ -79,3 +91,45 @@ def in_ranks(folder: str) -> dict[str, Any]:
         found["layer"] = run("texts", "-o", "x", "--steps", "4")
     found["layer"].update(failed=moments, ended=time.monotonic())  # a clock that processes share
     return found
+
+
+def work(folder: str, kills: list[str]) -> None:
+    """One rank, in one start."""
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if start < len(kills):
+        rank, steps, call = map(int, kills[start].split(":"))
+        if int(os.environ["RANK"]) == rank:
+            _kill_in_call(steps, call)
+    status = main([*COMMAND, "texts", "-o", "ranks", "--steps", "3", "--devices", "virtual:1", "--every", "1",
+                   "--metrics", "ranks.jsonl"])  # fmt: skip
+    if status:
+        sys.exit(status)
+
+
+def _kill_in_call(steps: int, number: int) -> None:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    forward, calls, metrics = LlamaDecoderLayer.forward, [0], Path("ranks.jsonl")
+
+    def dying(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += metrics.exists() and metrics.read_text().count('"loss"') >= steps
+        if calls[0] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(self, *args, **kwargs)
+
+    LlamaDecoderLayer.forward = dying
+
+
+def launch(folder: str, kills: list[str]) -> None:
+    """Do what `torchrun --standalone --nproc-per-node=2` does, with forks as workers."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="test",
+        max_restarts=len(kills), monitor_interval=0.05, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(config, work)(folder, kills)
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1], sys.argv[2:])

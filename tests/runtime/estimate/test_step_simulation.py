@@ -1,12 +1,24 @@
 """Steps that are simulated, next to steps that ran, and to sums by hand."""
 
 import dataclasses
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import ConfigError, LayerCost, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, Timeline
+from roundpipe_runtime import (
+    ConfigError,
+    LayerCost,
+    ModelExecutePlan,
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    Timeline,
+)
+from roundpipe_runtime.device import disk
+from roundpipe_runtime.device.disk import DiskMemory
 from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
 from roundpipe_runtime.timeline.record import device_totals
 from tests.runtime.device.logical_clock import LogicalDevice, TimedLayer, stamp_mailboxes
@@ -19,6 +31,17 @@ def machine(count=1, **rates):
     given = {"flops": 1e9, "link": 1e6, "memory": None, "host": None, "host_rate": 1e7, "origin": {}, **rates}
     kind = given.pop("kind", "cuda")
     return Hardware(names=tuple(f"{kind}:{index}" for index in range(count)), kind=kind, **given)
+
+
+def start(used):
+    for device in used:
+        device.now, device.bytes_up, device.bytes_down = 0.0, 0, 0
+
+
+def assert_predicted(run, used):
+    """Bytes of each link, and the time they take."""
+    assert run.links == [(device.bytes_up, device.bytes_down) for device in used]
+    assert run.time == pytest.approx(max(device.now for device in used), rel=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +80,7 @@ def test_a_step_takes_as_long_as_simulated(seconds, devices, microbatches, copie
     cursor = pipe._rp_engine.round_robin.cursor
     for _ in range(3):  # calls 1, 2, 4, 8, ... also try rows, for the proofs of rows and of the loss
         pipe._rp_engine.round_robin.cursor = cursor
-        for device in used:
-            device.now, device.bytes_up, device.bytes_down = 0.0, 0, 0
+        start(used)
         with Timeline() as timeline:
             pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
     pipe.close()
@@ -67,11 +89,9 @@ def test_a_step_takes_as_long_as_simulated(seconds, devices, microbatches, copie
     step = step_plan(plan, found, pipe.model, num_microbatch=microbatches, tokens=microbatches, measured=costs)
     here = dataclasses.replace(machine(devices, link=link), kind="cpu")
     predicted = simulate(step, here, stays=fits).run
-    assert predicted.links == [(device.bytes_up, device.bytes_down) for device in used]
-    measured = max(device.now for device in used)
-    assert predicted.time == pytest.approx(measured, rel=0.02)
+    assert_predicted(predicted, used)
     busy = sum(totals.busy for totals in device_totals(timeline.records))
-    assert predicted.bubble == pytest.approx(1 - busy / devices / measured, abs=0.01)
+    assert predicted.bubble == pytest.approx(1 - busy / devices / max(device.now for device in used), abs=0.01)
 
 
 ROOM = {"none": 0, "the first frozen one": 1, "frozen": 3, "frozen and one that trains": 4, "auto": "auto"}
@@ -103,8 +123,7 @@ def test_parameters_that_stay_are_copied_as_often_as_simulated(room, devices, co
     inputs = torch.ones(microbatches, width)
     # Each device has seen what it comes to, the round begins anew, and the call tries no rows, as 1, 2, 4, 8, ... do.
     for _ in range(7 if devices == 3 else 3):
-        for device in used:
-            device.now, device.bytes_up, device.bytes_down = 0.0, 0, 0
+        start(used)
         first = pipe._rp_engine.round_robin.cursor
         pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
         pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
@@ -116,16 +135,9 @@ def test_parameters_that_stay_are_copied_as_often_as_simulated(room, devices, co
     step = step_plan(plan, found, pipe.model, num_microbatch=microbatches, tokens=microbatches, measured=costs)
     here = dataclasses.replace(machine(devices, link=link, memory=memory), kind="cpu")
     predicted = simulate(step, here, stays=fits, keep_parameters=keep)
-    assert predicted.run.links == [(device.bytes_up, device.bytes_down) for device in used]
-    assert predicted.run.time == pytest.approx(max(device.now for device in used), rel=0.02)
+    assert_predicted(predicted.run, used)
     if room != "none":
         assert predicted.run.bytes_up < simulate(step, here, stays=fits).run.bytes_up
-
-
-def test_what_may_stay_is_a_number_or_a_word(step):
-    """As in the configuration of a run."""
-    with pytest.raises(ConfigError, match='keep_parameters must be a number of GB of at least 0, or "auto", found -1'):
-        simulate(step, machine(), keep_parameters=-1)
 
 
 def test_bytes_of_a_link_are_those_that_are_copied(step):
@@ -139,6 +151,8 @@ def test_bytes_of_a_link_are_those_that_are_copied(step):
     up = MICROBATCHES * (4 + 2) * passed
     assert staying.run.links == [(3 * weights + up, 3 * weights + MICROBATCHES * 4 * passed)]
     assert moving.run.bytes_up - staying.run.bytes_up == 2 * weights
+    with pytest.raises(ConfigError, match='keep_parameters must be a number of GB of at least 0, or "auto", found -1'):
+        simulate(step, machine(), keep_parameters=-1)
 
 
 def test_the_optimizer_waits_for_the_run_or_goes_next_to_it(step):
@@ -199,10 +213,7 @@ def test_what_a_call_costs_the_host_counts(step):
     called = simulate(step, card)
     assert called.run.busy == pytest.approx(MICROBATCHES * 0.3 * (2 / 3 + 3 * 2 / 3))
     assert called.bottleneck == "interpreter"
-
-
-def test_measured_seconds_take_the_place_of_operations(step):
-    """A backward that was measured has the forward in it that is computed again."""
+    # measured seconds take the place of operations, with the forward that is computed again in the backward
     measured = [LayerCost(0.5, 2.0), LayerCost(0.25, 1.0), LayerCost(0.125, 0.5)]
     found = simulate(dataclasses.replace(step, measured=measured), machine())
     assert found.run.busy == MICROBATCHES * (0.5 + 0.25 + 0.5 + 1.0 + 2.0)
@@ -215,3 +226,116 @@ def test_peaks_are_those_of_the_estimate_of_memory(step):
     assert virtual.parameters + virtual.gradients >= 2 * 4 * PARAMETERS
     assert card.arriving >= virtual.arriving == 0
     assert simulate(step, machine()).host_memory.optimizer == 2 * 4 * 3 * PARAMETERS
+
+
+# -- a state on a disk of known rates ----------------------------------------------------------------------------------
+
+
+WIDE, FEW, LAYERS = 256, 8, 4
+MATRIX = 4 * WIDE * WIDE  # bytes in float32
+
+
+def with_disk(**rates):
+    quick = {"flops": 1e15, "link": 1e15, "host_rate": 1e15, **rates}
+    return dataclasses.replace(machine(kind="virtual", **quick), kind="cpu")
+
+
+def planned(optim_dtype=None, dtype=torch.float32, measured=None, plan=None):
+    """A matrix per layer, two forward stages and one for each layer going back."""
+    model = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False, device="meta", dtype=dtype) for _ in range(LAYERS)])
+    sums = optim_dtype or dtype
+    inputs = (torch.empty(FEW, WIDE, device="meta", dtype=dtype),)
+    layers = measure_layers(list(model), inputs, gradient_dtype=lambda parameter: sums)
+    plan = plan or ModelExecutePlan([range(2), range(2, 3)], [range(3, 4), range(2, 3), range(1, 2), range(1)])
+    count = {"num_microbatch": 2, "tokens": 2 * FEW}
+    return step_plan(plan, layers, model, optim_dtype=optim_dtype, measured=measured, **count)
+
+
+def test_bytes_are_those_of_the_parts():
+    """bfloat16 with master weights: what is on the disk, and what passes there in a run, for the norm, in the step."""
+    disk = simulate(planned(torch.float32, torch.bfloat16), with_disk(disk_read=1e9, disk_write=1e9), host="disk").disk
+    whole = LAYERS * MATRIX
+    assert disk.nbytes == whole // 2 + whole + whole + 2 * whole
+    assert disk.read_in_run == (2 * LAYERS - 1) * MATRIX // 2  # the last layer comes once
+    assert (disk.written_in_run, disk.read_for_norm) == (whole, whole)
+    assert disk.read_in_step == whole // 2 + 4 * whole
+    assert disk.written_in_step == whole // 2 + 3 * whole
+    assert disk.resident < 0.6 * disk.nbytes  # two layers of four
+
+
+def test_a_disk_that_is_not_the_limit_changes_little():
+    """One that takes no time nothing, for each way to step.
+
+    One that works a fourth of the time of computing costs a seventh at most.
+    """
+    step, rates = planned(), {"flops": 1e7, "link": 1e6, "host_rate": 1e7}
+    quick = with_disk(**rates, disk_read=1e18, disk_write=1e18)
+    for is_async in (False, "exact"):
+        expected = simulate(step, with_disk(**rates), is_async=is_async, stays=False).seconds
+        assert simulate(step, quick, is_async=is_async, host="disk").seconds == pytest.approx(expected, rel=1e-6)
+    slow = {"flops": 1e8, "host_rate": 1e9, "disk_read": 2e9, "disk_write": 2e9}
+    on_disk, in_memory = simulate(step, with_disk(**slow), host="disk"), simulate(step, with_disk(**slow))
+    assert on_disk.busy["disk"] > 0.01 * in_memory.seconds
+    assert on_disk.busy["disk"] < 0.25 * on_disk.busy["compute"]
+    assert on_disk.seconds <= 1.15 * in_memory.seconds
+
+
+def test_a_slow_disk_is_what_a_step_waits_for():
+    """Nothing else takes time: all that is read, in order; without rates, the error has the line that measures them."""
+    for rate in (1e6, 5e5):
+        found = simulate(planned(), with_disk(disk_read=rate, disk_write=1e18), host="disk")
+        read = found.disk.read
+        assert found.seconds == pytest.approx(read / rate, rel=1e-6)
+        assert (found.bottleneck, found.busy["disk"]) == ("disk", pytest.approx(read / rate))
+    with pytest.raises(ConfigError, match=r"roundpipe doctor --disk DIR --machine FILE"):
+        simulate(planned(), with_disk(), host="disk")
+
+
+def test_a_step_on_a_disk_takes_as_long_as_simulated(folder_on_disk, monkeypatch):
+    """On a disk whose reads and writes take a time that is known, so long that computing counts little."""
+    read_rate, write_rate = 4e6, 6e6
+    fetch, write_out = disk.fetch, disk.write_out
+    reading, writing = threading.Lock(), threading.Lock()
+
+    def slow_fetch(start, end):
+        with reading:  # two reads at once take the time of both
+            time.sleep((end - start) / read_rate)
+        return fetch(start, end)
+
+    def slow_write(file, offset, nbytes):
+        with writing:
+            time.sleep(nbytes / write_rate)
+        write_out(file, offset, nbytes)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(LAYERS)])
+    memory = DiskMemory(folder_on_disk, together=1)
+    for number, layer in enumerate(model):
+        layer.weight.data = memory.copy((number,), layer.weight)
+    plan = ModelExecutePlan([range(2), range(2, 3)], [range(3, 4), range(2, 3), range(1, 2), range(1)])
+    config = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean", execute_plan=plan)
+    pipe = RoundPipe(model, devices="virtual:1", model_run_config=config, host=f"disk:{folder_on_disk}")
+    with OptimizerCtx():
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    inputs = torch.randn(2 * FEW, WIDE)
+
+    def step():
+        pipe.forward_backward((inputs,), label=inputs, loss_fn=nn.functional.mse_loss)
+        torch.nn.utils.clip_grad_norm_(pipe.optim_parameters(), 1e9)
+        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        memory.settle()
+
+    for _ in range(3):  # the optimizer makes its state, and the pipeline looks at layers and the loss
+        step()
+    monkeypatch.setattr(disk, "fetch", slow_fetch)
+    monkeypatch.setattr(disk, "write_out", slow_write)
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    monkeypatch.undo()
+    pipe.close()
+    simulated = simulate(planned(plan=plan), with_disk(disk_read=read_rate, disk_write=write_rate), host="disk")
+    last_layer = 3 * MATRIX / write_rate  # whose write this test waits for
+    assert min(seconds) == pytest.approx(simulated.seconds + last_layer, rel=0.15)

@@ -28,6 +28,12 @@ def encoder(template=tiny.CHAT):
     return Encoder(FolderTokenizer(tiny.chat_tokenizer(template), "words"))
 
 
+def skipping(condition, template=tiny.CHAT):
+    """A template that leaves out messages for which the condition does not hold."""
+    begun = template.replace("<{{", f"{{% if {condition} %}}<{{{{", 1)
+    return begun.replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
+
+
 def spelled(encode, conversation):
     """Tokens as words, with * on those that count."""
     found = encode(conversation)
@@ -48,47 +54,12 @@ def test_the_answers_count_and_nothing_else(row, first, template):
     )
 
 
-def test_text_is_completed_without_a_template():
-    """With the end of text after it."""
-    made = conversation_of({"prompt": "the pipe", "completion": " holds a"}, "a:1")
-    assert spelled(encoder(None), made) == "the pipe holds* a* </s>*"
-
-
-def test_a_template_that_rewrites_earlier_messages_is_refused():
-    """As those that leave out what a model thought before: the answer that is learnt would be another one."""
-    rewriting = tiny.CHAT.replace("message['content']", "(message['content'] if loop.last else 'a')")
-    with pytest.raises(FineTuneError, match=r"a:1: the chat template of words formats earlier messages .*generation"):
-        encoder(rewriting)(conversation_of({"messages": TURNS}, "a:1"))
-
-
 def test_a_template_that_trl_knows_has_the_marks_of_trl():
     """Qwen 3 leaves out what earlier answers thought; in TRL's template answers are as they were given."""
     from trl.chat_template_utils import qwen3_chat_template
 
     shown = spelled(encoder(qwen3_chat_template), conversation_of({"messages": TURNS}, "a:1"))
-    assert [word for word in ("a", "layer", "then", "another") if f" {word}* " in shown] == [
-        "a",
-        "layer",
-        "then",
-        "another",
-    ]
-    assert " pipe " in shown
-    assert " again " in shown
-
-
-def test_what_has_no_template_is_refused():
-    with pytest.raises(
-        FineTuneError, match=r"words has no chat template, which a:1 needs. Give a template: --chat-template"
-    ):
-        encoder(None)(conversation_of({"messages": TURNS}, "a:1"))
-    with pytest.raises(FineTuneError, match=r"the byte tokenizer has none for roles.*--tokenizer DIR"):
-        Encoder(ByteTokenizer())
-
-
-def test_what_a_template_does_not_take_is_one_line():
-    strict = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(FineTuneError, match="a:1: the chat template of words rejects it: roles must alternate"):
-        encoder(strict)(conversation_of({"messages": TURNS}, "a:1"))
+    assert all(f" {word} " in shown for word in ("a*", "layer*", "then*", "another*", "pipe", "again"))
 
 
 GREETED = [{"role": "assistant", "content": "the pipe"}, *TURNS[:2]]
@@ -107,16 +78,32 @@ def test_an_assistant_that_begins_is_learnt(start, template):
     shown = spelled(encoder(template), conversation_of(STARTS[start], "a:1"))
     assert shown.endswith("<assistant> the* pipe* </s>* <user> the pipe holds </s> <assistant> a* layer* </s>*")
     assert shown.startswith("<assistant>") == (start != "system" and not template.startswith("<s>"))
-    made = conversation_of({"prompt": "", "completion": "the pipe"}, "a:1")
-    assert spelled(encoder(template), made) == "the* pipe* </s>*"
+    for prompt, tokens in (("", "the* pipe* </s>*"), ("the pipe", "the pipe the* pipe* </s>*")):
+        made = conversation_of({"prompt": prompt, "completion": " the pipe"}, "a:1")
+        assert spelled(encoder(template), made) == spelled(encoder(None), made) == tokens
 
 
-def test_a_template_that_wants_the_user_first_is_named_with_the_reason():
-    strict = (
-        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}" + tiny.CHAT
-    )
-    with pytest.raises(FineTuneError, match=r"a:1: .* roles must alternate. The row begins with the assistant: put a "):
-        encoder(strict)(conversation_of({"messages": GREETED}, "a:1"))
+STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}" + tiny.CHAT
+REFUSED = {
+    "none": (None, TURNS, r"words has no chat template, which a:1 needs. Give a template: --chat-template"),
+    "an error": ("{{ raise_exception('no') }}", TURNS, "a:1: the chat template of words rejects it: no"),
+    "roles": (STRICT, GREETED, r"a:1: .* roles must alternate. The row begins with the assistant: put a "),
+    # as those that leave out what a model thought before: the answer that is learnt would be another one
+    "earlier messages that change": (
+        tiny.CHAT.replace("message['content']", "(message['content'] if loop.last else 'a')"),
+        TURNS,
+        r"a:1: the chat template of words formats earlier messages .*generation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_template_does_not_take_is_one_line(name):
+    template, turns, words = REFUSED[name]
+    with pytest.raises(FineTuneError, match=words):
+        encoder(template)(conversation_of({"messages": turns}, "a:1"))
+    with pytest.raises(FineTuneError, match=r"the byte tokenizer has none for roles.*--tokenizer DIR"):
+        Encoder(ByteTokenizer())
 
 
 READING = (
@@ -175,34 +162,24 @@ def test_a_template_that_writes_messages_as_they_are_reads_all_their_fields():
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
 def test_a_message_that_the_template_leaves_out_is_refused(role, template):
     """A template without content learns nothing, and a longer row would not help."""
-    skipping = template.replace("<{{", f"{{% if message['role'] != '{role}' %}}<{{{{", 1).replace(
-        "{% endfor %}", "{% endif %}{% endfor %}", 1
-    )
     turns = [TURNS[0], {"role": role, "content": "again"}, *TURNS[1:]]
     with pytest.raises(FineTuneError, match=rf"a:1, message \d \({role}\): the chat template of words omits this "):
-        encoder(skipping)(conversation_of({"messages": turns}, "a:1"))
+        encoder(skipping(f"message['role'] != '{role}'", template))(conversation_of({"messages": turns}, "a:1"))
     empty = encoder("{% for message in messages %}<{{ message['role'] }}> {% endfor %}")
     with pytest.raises(FineTuneError, match=r"a:1, message 1 \(user\): the chat template of words omits this "):
         empty(conversation_of({"messages": TURNS}, "a:1"))
 
 
-def test_a_long_message_that_is_left_out_is_refused_although_another_has_its_text():
+def test_a_message_that_is_left_out_is_refused_where_a_check_could_overlook_it(monkeypatch):
+    """A long one whose text another message has; one that TRL's template, by which is trained, leaves out."""
     text = "the pipe holds a layer again then another"
-    skipping = tiny.CHAT.replace("<{{", "{% if loop.index != 1 %}<{{", 1).replace(
-        "{% endfor %}", "{% endif %}{% endfor %}", 1
-    )
     turns = [{"role": "user", "content": text}, TURNS[1], {"role": "user", "content": text}, TURNS[3]]
-    with pytest.raises(FineTuneError, match=r"a:1, message 1 \(user\): the chat template of words omits this "):
-        encoder(skipping)(conversation_of({"messages": turns}, "a:1"))
-
-
-def test_a_message_that_the_template_of_trl_leaves_out_is_refused(monkeypatch):
-    """The text that is trained is checked, and not that of the template of the model."""
-    marked = tiny.CHAT_WITH_MARKS.replace("<{{", "{% if message['role'] != 'user' %}<{{", 1).replace(
-        "{% endfor %}", "{% endif %}{% endfor %}", 1
-    )
+    refused = pytest.raises(FineTuneError, match=r"a:1, message 1 \(user\): the chat template of words omits this ")
+    with refused:
+        encoder(skipping("loop.index != 1"))(conversation_of({"messages": turns}, "a:1"))
+    marked = skipping("message['role'] != 'user'", tiny.CHAT_WITH_MARKS)
     monkeypatch.setattr("trl.chat_template_utils.get_training_chat_template", lambda tokenizer: marked)
-    with pytest.raises(FineTuneError, match=r"a:1, message 1 \(user\): the chat template of words omits this "):
+    with refused:
         encoder()(conversation_of({"messages": TURNS}, "a:1"))
 
 

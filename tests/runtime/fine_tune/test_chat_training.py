@@ -40,9 +40,9 @@ def conversations(count=30):
     return made
 
 
-def rows(template=tiny.CHAT, *, count=30, **options):
+def rows(template=tiny.CHAT, *, data=None, count=30, **options):
     encode = Encoder(FolderTokenizer(tiny.chat_tokenizer(template), "words"))
-    found = [encode(conversation_of(row, f"a:{number}")) for number, row in enumerate(conversations(count))]
+    found = [encode(conversation_of(row, "a:1")) for row in data or conversations(count)]
     return make_chat_rows(found, length=64, **options)
 
 
@@ -53,6 +53,14 @@ def settings(**options):
 
 def model():
     return tiny.source(vocab_size=40).load()
+
+
+def total_loss(alone, ids, labels):
+    """The sum of the losses of the tokens that count, by the plain model, and their number."""
+    with torch.no_grad():
+        logits = alone(input_ids=ids.long()[None]).logits[0, :-1]
+    total = torch.nn.functional.cross_entropy(logits, labels[1:].long(), reduction="sum").item()
+    return total, int((labels[1:] != -100).sum())
 
 
 def losses(made, chosen):
@@ -74,8 +82,7 @@ def test_losses_are_those_of_trl(tmp_path, form, accumulate):
     if form == "prompts":
         data = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in data]
     template = tiny.CHAT_WITH_MARKS if form == "marked messages" else tiny.CHAT
-    encode = Encoder(FolderTokenizer(tiny.chat_tokenizer(template), "words"))
-    made = make_chat_rows([encode(conversation_of(row, "a:1")) for row in data], length=64)
+    made = rows(template, data=data)
     chosen = settings(schedule="constant", accumulate=accumulate)
 
     class InOurOrder(SFT_TRAINER):
@@ -104,15 +111,12 @@ def test_packed_rows_have_the_loss_of_the_conversations_alone():
     """Of the first step: the mean over the answers of all conversations in its rows, each run by the plain model."""
     made = rows(packed=True)
     order, alone = Order(made.training, seed=0, lengths=made.lengths, batch=4), model()
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for row in [order[place] for place in range(4)]:
-            starts = (made.positions[row] == 0).nonzero().flatten().tolist()
-            for start, stop in zip(starts, [*starts[1:], len(made.ids[row])], strict=True):
-                ids, labels = made.ids[row][start:stop].long(), made.labels[row][start:stop].long()
-                logits = alone(input_ids=ids[None]).logits[0, :-1]
-                total += torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum").item()
-                count += int((labels[1:] != -100).sum())
+    found = []
+    for row in [order[place] for place in range(4)]:
+        starts = (made.positions[row] == 0).nonzero().flatten().tolist()
+        for start, stop in zip(starts, [*starts[1:], len(made.ids[row])], strict=True):
+            found.append(total_loss(alone, made.ids[row][start:stop], made.labels[row][start:stop]))
+    total, count = map(sum, zip(*found, strict=True))
     (first, *_), _ = losses(made, settings(steps=1))
     assert first == pytest.approx(total / count, rel=1e-6)
 
@@ -122,20 +126,15 @@ def test_held_out_conversations_are_weighed_by_their_answers():
     made, plain = rows(eval_share=0.3), model()
     with Training(plain, made, settings()) as training:
         found = training.evaluate()
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for row in made.held_out.tolist():
-            ids, labels = made.ids[row].long()[None], made.labels[row].long()
-            logits = plain(input_ids=ids).logits[0, :-1]
-            total += torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum").item()
-            count += int((labels[1:] != -100).sum())
+    alone = [total_loss(plain, made.ids[row], made.labels[row]) for row in made.held_out.tolist()]
+    total, count = map(sum, zip(*alone, strict=True))
     assert found.eval_loss == pytest.approx(total / count, rel=1e-5)
     assert found.eval_tokens == made.tokens_in(made.held_out.tolist())
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_resumed_training_goes_on_to_the_same_bits(tmp_path, packed):
-    """On other devices, in the middle of an epoch."""
+    """On other devices, in the middle of an epoch; other conversations are refused."""
     made = rows(packed=packed, count=60)
     expected = losses(made, settings())
     with Training(model(), made, settings()) as first:
@@ -146,6 +145,11 @@ def test_a_resumed_training_goes_on_to_the_same_bits(tmp_path, packed):
         seen += tiny.records_of(second)
     assert [record.loss for record in seen] == expected[0]
     assert all(torch.equal(tensor, expected[1][name]) for name, tensor in learner.state_dict().items())
+    with (
+        Training(model(), rows(packed=packed, count=59), settings()) as other,
+        pytest.raises(FineTuneError, match="was trained with another --chat"),
+    ):
+        other.restore(tmp_path)
 
 
 def test_groups_of_rows_learn_what_the_batch_learns():
@@ -156,16 +160,6 @@ def test_groups_of_rows_learn_what_the_batch_learns():
         found = [record.loss for record in tiny.records_of(training) if isinstance(record, StepRecord)]
     assert lengths == {max(map(len, rows().ids))}
     assert found == pytest.approx(expected, rel=1e-4)
-
-
-def test_other_conversations_are_refused_at_the_restore(tmp_path):
-    with Training(model(), rows(), settings()) as training:
-        training.save(tmp_path)
-    with (
-        Training(model(), rows(count=29), settings()) as other,
-        pytest.raises(FineTuneError, match="was trained with another --chat"),
-    ):
-        other.restore(tmp_path)
 
 
 def test_tokens_of_a_step_are_those_of_its_rows():

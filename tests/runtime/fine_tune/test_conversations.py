@@ -18,20 +18,20 @@ FORMS = {
 }
 
 
-def test_the_input_of_an_instruction_stands_below_it_and_its_history_before():
-    """As Alpaca's own program writes a prompt without its preamble."""
-    row = {"instruction": "Add", "input": "1, 2", "output": "3", "history": [["Hi", "Hello"]], "system": "Be brief"}
-    found = conversation_of(row, "a:1").messages
-    assert [message["role"] for message in found] == ["system", "user", "assistant", "user", "assistant"]
-    assert found[3]["content"] == "Add\n\n1, 2"
-
-
+TOOLS = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+# Fields beside the messages, and the variables of the template that they become.
 BESIDE = {
-    "system": {"system": "Be brief"},
-    "tools": {"tools": [{"type": "function", "function": {"name": "add"}}]},
-    "tools as text": {"tools": json.dumps([{"type": "function", "function": {"name": "add"}}])},
-    "settings": {"chat_template_kwargs": {"enable_thinking": False}, "tools": "", "system": None},
-    "others": {"images": ["a.png"], "score": 0, "empty": [], "none": None, "id": "x"},
+    "system": ({"system": "Be brief"}, {}),
+    "tools": (TOOLS, TOOLS),
+    "tools as text": ({"tools": json.dumps(TOOLS["tools"])}, TOOLS),
+    "settings": (
+        {"chat_template_kwargs": {"enable_thinking": False}, "tools": "", "system": None},
+        {"enable_thinking": False},
+    ),
+    "others": (
+        {"images": ["a.png"], "score": 0, "empty": [], "none": None, "id": "x"},
+        {"images": ["a.png"], "score": 0},
+    ),
 }
 
 
@@ -39,19 +39,11 @@ BESIDE = {
 @pytest.mark.parametrize("beside", BESIDE)
 def test_fields_beside_the_messages_are_kept_in_each_form(form, beside):
     """As a message of the system, as tools, or for the template, which decides whether it reads them."""
-    made = conversation_of({**FORMS[form], **BESIDE[beside]}, "a:1")
+    fields, variables = BESIDE[beside]
+    made = conversation_of({**FORMS[form], **fields}, "a:1")
     added = [{"role": "system", "content": "Be brief"}] if beside == "system" else []
     assert list(made.messages) == [*added, *ASKED]
-    assert (
-        dict(made.variables)
-        == {
-            "system": {},
-            "tools": {"tools": [{"type": "function", "function": {"name": "add"}}]},
-            "tools as text": {"tools": [{"type": "function", "function": {"name": "add"}}]},
-            "settings": {"enable_thinking": False},
-            "others": {"images": ["a.png"], "score": 0},
-        }[beside]
-    )
+    assert made.variables == variables
 
 
 def test_fields_of_messages_are_kept_and_those_that_are_ignored_are_not():
@@ -71,17 +63,22 @@ def test_fields_of_messages_are_kept_and_those_that_are_ignored_are_not():
 
 
 def test_answers_in_a_prompt_do_not_count():
-    """Nor do those of weight 0, as files for OpenAI's fine-tuning state it."""
+    """Nor do those of weight 0, as files for OpenAI's fine-tuning state it; two texts are text."""
     made = conversation_of({"prompt": [*ASKED, ASKED[0]], "completion": [ASKED[1]]}, "a:1")
     assert made.counted == {3}
     made = conversation_of({"messages": [ASKED[0], {**ASKED[1], "weight": 0}, *ASKED], "system": "Be brief"}, "a:1")
     assert made.counted == {4}
     assert list(made.messages) == [{"role": "system", "content": "Be brief"}, *ASKED, *ASKED]
-
-
-def test_two_texts_are_text():
     made = conversation_of({"prompt": "1 + 1 =", "completion": " 2"}, "a:1")
     assert (made.prompt, made.completion, made.messages) == ("1 + 1 =", " 2", ())
+
+
+def test_the_input_of_an_instruction_stands_below_it_and_its_history_before():
+    """As Alpaca's own program writes a prompt without its preamble."""
+    row = {"instruction": "Add", "input": "1, 2", "output": "3", "history": [["Hi", "Hello"]], "system": "Be brief"}
+    found = conversation_of(row, "a:1").messages
+    assert [message["role"] for message in found] == ["system", "user", "assistant", "user", "assistant"]
+    assert found[3]["content"] == "Add\n\n1, 2"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "list.json"])
@@ -110,26 +107,21 @@ MISTAKES = {
     "advice": ({"body": "x", "id": 1}, "If 'body' is plain text to learn: --text a --field body"),
     "empty": ({}, "a:1 is not a conversation: it has no field."),
     "role": ({"messages": [{"role": "bot", "content": "x"}]}, "a:1, message 1 has the role 'bot'. Write one of system"),
-    "no role": ({"messages": [{"content": "x"}]}, "a:1, message 1 has the role None. Write one of"),
     "text": ({"messages": ["Hi"]}, "a:1, message 1 is a str. Write {"),
     "content": ({"messages": [{"role": "user", "content": 3}]}, "message 1 has no text in 'content': it is a int"),
-    "picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text in 'content': it is a list"),
     "no answer": ({"messages": ASKED[:1]}, "a:1 has no answer to learn: it has user. Add"),
     "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}, "message 2: weight must be 1, or 0"),
     "no weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "a:1 has no answer to learn"),
     "mixed": ({"prompt": "x", "completion": []}, "a:1 is not a conversation: it has 'prompt' (str), 'completion' (li"),
     "system": ({"messages": ASKED, "system": 3}, "a:1, 'system', has no text in 'content': it is a int. Write text"),
     "two systems": (
-        {"messages": [{"role": "system", "content": "x"}, *ASKED], "system": "y"},
-        "has a field 'system' and a first message of this role",
+        {"messages": [{**ASKED[0], "role": "system"}, *ASKED], "system": "y"},
+        "has a field 'system' and a f",
     ),
     "tools": ({"conversations": ASKED, "tools": "{"}, "a:1: 'tools' must be a list of objects"),
     "tool": ({**FORMS["Alpaca"], "tools": ["add"]}, "a:1: 'tools' must be a list of objects"),
     "settings": ({"messages": ASKED, "chat_template_kwargs": "x"}, "'chat_template_kwargs' is a str. Write an object"),
-    "beside text": (
-        {"prompt": "x", "completion": "y", "system": "z"},
-        "a:1 has 'system' besides text, and no template",
-    ),
+    "beside text": ({"prompt": "x", "completion": "y", "system": "z"}, "a:1 has 'system' besides text, and no templa"),
     "part": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image": "y"}]}, ASKED[1]]},
         "message 1 has no text in 'content': it is a list",
@@ -154,11 +146,6 @@ def test_an_error_states_what_was_found_and_what_to_write(name):
         ("a.jsonl", "{}\n{", "a.jsonl:1 is not a conversation"),
         ("b.jsonl", "{", "b.jsonl:1 is not JSON. Each row"),
         ("a.json", "[{", "a.json is not JSON"),
-        (
-            "c.jsonl",
-            "\ufeff{}".encode("utf-16-le"),
-            "c.jsonl is not UTF-8, but perhaps UTF-16. Convert it: iconv -f UTF",
-        ),
         ("c.json", '[{"messages": []}]'.encode("utf-16-be"), "c.json is not UTF-8, but perhaps UTF-16BE"),
         ("a.txt", "Hi", "is not read as conversations: its name does not end in .jsonl, .ndjson, .json"),
     ],

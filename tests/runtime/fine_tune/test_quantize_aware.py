@@ -59,6 +59,10 @@ def by_formula(weight, bits):
     return numpy.rint(blocks / scales).clip(-half, half - 1), scales
 
 
+def rounding_layers(model):
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, RoundedLinear)}
+
+
 def whole_weight(layer):
     """The weight of a layer with its adapter, by the formula of LoRA."""
     if layer.lora_a is None:
@@ -66,31 +70,30 @@ def whole_weight(layer):
     return (layer.weight + layer.scaling * (layer.lora_b @ layer.lora_a)).detach()
 
 
+def unpacked(packed, rows, *, four, signed):
+    """The integers of a matrix, of which bytes hold two or one, with their middle at zero or at half of them."""
+    numbers = numpy.stack([packed & 15, packed >> 4], -1) if four else packed
+    middle = 8 if four else 128
+    return (numbers ^ (middle if signed else 0)).reshape(rows, -1).astype(numpy.int16) - middle
+
+
 def stored_integers(folder):
-    """The integers in the file of a folder, a matrix for each name."""
-    parts = {}
+    """The matrices of integers in the file of a folder."""
     if (folder / "model.xml").exists():
         import openvino
 
-        for node in openvino.Core().read_model(folder / "model.xml").get_ops():
-            kind = node.get_element_type().get_type_name() if node.get_type_name() == "Constant" else ""
-            if kind in ("i4", "i8") and len(node.shape) == 3:
-                packed = node.data.reshape(-1).view(numpy.uint8)
-                numbers = numpy.stack([packed & 15, packed >> 4], -1) ^ 8 if kind == "i4" else packed ^ 128
-                shape = node.shape[0], node.shape[1] * node.shape[2]
-                middle = 8 if kind == "i4" else 128
-                parts[node.get_friendly_name()] = numbers.reshape(shape).astype(numpy.int16) - middle
-        return parts
+        nodes = openvino.Core().read_model(folder / "model.xml").get_ops()
+        found = [(one, one.get_element_type().get_type_name()) for one in nodes if one.get_type_name() == "Constant"]
+        return [
+            unpacked(node.data.reshape(-1).view(numpy.uint8), node.shape[0], four=kind == "i4", signed=True)
+            for node, kind in found
+            if kind in ("i4", "i8") and len(node.shape) == 3
+        ]
     import onnx
 
-    path = folder / "model.onnx"
-    for tensor in onnx.load(path).graph.initializer:
-        if tensor.name.endswith(("_Q4", "_Q8")):
-            packed = onnx.numpy_helper.to_array(tensor)
-            four = tensor.name.endswith("_Q4")
-            numbers = numpy.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1) if four else packed
-            parts[tensor.name] = numbers.reshape(len(packed), -1).astype(numpy.int16) - (8 if four else 128)
-    return parts
+    tensors = [one for one in onnx.load(folder / "model.onnx").graph.initializer if one.name.endswith(("_Q4", "_Q8"))]
+    arrays = [(onnx.numpy_helper.to_array(one), one.name.endswith("_Q4")) for one in tensors]
+    return [unpacked(packed, len(packed), four=four, signed=False) for packed, four in arrays]
 
 
 def tokens_that_differ(model, folder, *, prompts, tokens):
@@ -113,10 +116,10 @@ def test_the_file_has_the_integers_and_the_tokens_of_the_training(folder, name, 
     pytest.importorskip(target)
     pytest.importorskip("onnxruntime")
     model, bits = made(folder, name), int(name[3])
-    before = {path: layer.weight.clone() for path, layer in model.named_modules() if isinstance(layer, RoundedLinear)}
+    before = {path: layer.weight.clone() for path, layer in rounding_layers(model).items()}
     with Training(model, rows(), STEPS) as training:
         training.train()
-    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, RoundedLinear)}
+    layers = rounding_layers(model)
     assert len(layers) == 3 * 7
     learnt = [path for path, layer in layers.items() if not torch.equal(whole_weight(layer), before[path])]
     assert len(learnt) == (6 if "two" in name else 21)
@@ -127,7 +130,7 @@ def test_the_file_has_the_integers_and_the_tokens_of_the_training(folder, name, 
     assert tokens_that_differ(model, tmp_path / "file", prompts=10, tokens=50) == (0, 500)
     kept = stored_integers(tmp_path / "file")
     wanted = [by_formula(whole_weight(layer), bits)[0].reshape(len(layer.weight), -1) for layer in layers.values()]
-    assert all(any(numpy.array_equal(one, other) for other in kept.values()) for one in wanted)
+    assert all(any(numpy.array_equal(one, other) for other in kept) for one in wanted)
 
 
 def test_the_live_model_is_exported_with_its_integers(folder, tmp_path):
@@ -139,7 +142,7 @@ def test_the_live_model_is_exported_with_its_integers(folder, tmp_path):
     kept = stored_integers(tmp_path / "file")
     one = model.model.layers[1].mlp.up_proj
     wanted = by_formula(one.weight, 4)[0].reshape(len(one.weight), -1)
-    assert any(numpy.array_equal(wanted, found) for found in kept.values())
+    assert any(numpy.array_equal(wanted, found) for found in kept)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,7 +153,6 @@ def test_a_resumed_training_has_the_same_bits(folder, name, tmp_path):
         training.train()
     with Training(first, rows(), STEPS) as training:
         tiny.records_of(training, stop=3, checkpoints=tmp_path / "checkpoints")
-        assert training.step == 3
     with Training(second, rows(), Settings(**{**vars(STEPS), "devices": "virtual:1"})) as training:
         assert training.restore(tmp_path / "checkpoints")
         training.train()
@@ -166,15 +168,14 @@ def test_losses_and_gradients_are_those_of_the_rounded_model(folder, name):
     """Of a plain model whose weights are rounded: its loss, and of its weight the gradient, through LoRA's formula."""
     model = made(folder, name)
     with torch.no_grad():
-        for layer in model.modules():
-            if getattr(layer, "lora_b", None) is not None:
+        for layer in rounding_layers(model).values():
+            if layer.lora_b is not None:
                 layer.lora_b.normal_(std=0.05)
     plain = transformers.LlamaForCausalLM(model.config)
     state = plain.state_dict()
-    for path, layer in model.named_modules():
-        if isinstance(layer, RoundedLinear):
-            numbers, scales = by_formula(whole_weight(layer), int(name[3]))
-            state[f"{path}.weight"] = torch.tensor(numbers * scales).reshape(layer.weight.shape)
+    for path, layer in rounding_layers(model).items():
+        numbers, scales = by_formula(whole_weight(layer), int(name[3]))
+        state[f"{path}.weight"] = torch.tensor(numbers * scales).reshape(layer.weight.shape)
     state |= {key: value for key, value in model.state_dict().items() if key not in state or "proj" not in key}
     plain.load_state_dict({key: value for key, value in state.items() if "lora" not in key})
     assert all(torch.equal(plain.state_dict()[key], value) for key, value in unrounded_state(model).items())
@@ -206,17 +207,17 @@ def test_tables_are_rounded_once_and_do_not_learn(folder):
     assert not table.requires_grad
 
 
-def _of_gpt2():
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 64}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda model: quantize_aware(model, "int3"), "kind must be int4 or int8, found 'int3'"),
         (lambda model: quantize_aware(model.bfloat16(), "int4"), r"weights of bfloat16\. Use model\.float\(\)"),
-        (lambda model: quantize_aware(_of_gpt2(), "int4"), "in GPT2LMHeadModel has an nn.Linear .*--quantize int4"),
+        (
+            lambda model: quantize_aware(
+                transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2)), "int4"
+            ),
+            "in GPT2LMHeadModel has an nn.Linear .*--quantize int4",
+        ),
         (lambda model: quantize_aware(model, "int4", lora=Lora(2, 4, ("qproj",))), "has no module qproj"),
     ],
 )

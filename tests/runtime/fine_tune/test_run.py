@@ -6,10 +6,14 @@ import math
 import os
 import shutil
 import signal
+import threading
+import time
 
 import pytest
 
 from roundpipe_runtime.fine_tune import FineTuneError, Outcome, Settings, StepRecord, Training, check_disk, run
+from roundpipe_runtime.fine_tune.job import Interruption
+from tests import fresh_process
 from tests.runtime import tiny_training as tiny
 
 pytest.importorskip("transformers")
@@ -24,6 +28,20 @@ def training(**options):
 def saved(folder):
     """Checkpoints by the number of their step."""
     return {int(path.name.removeprefix("checkpoint-")): str(path) for path in folder.glob("checkpoint-*")}
+
+
+def interrupts(step, number=signal.SIGINT):
+    """A function that shows records, and gets a signal in a step."""
+    return lambda record: record.step == step and isinstance(record, StepRecord) and os.kill(os.getpid(), number)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The metrics of a training that nothing ends."""
+    path = tmp_path_factory.mktemp("whole") / "m.jsonl"
+    with training() as made:
+        run(made, metrics=path)
+    return tiny.metrics_of(path)
 
 
 def test_all_steps_are_done_and_shown_in_order(tmp_path):
@@ -53,52 +71,73 @@ def test_checkpoints_come_every_so_many_steps(tmp_path, at_end, keep, steps):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_behind_the_step_and_its_evaluation(tmp_path, number, status):
-    """With a checkpoint, from which another training goes on to the same losses."""
+def test_a_signal_ends_it_behind_the_step_and_its_evaluation(tmp_path, number, status, whole, capfd):
+    """With a line that says what happens, and a checkpoint, from which another training goes on to the same losses."""
     with training() as made:
-        run(made, checkpoints=tmp_path / "never", metrics=tmp_path / "whole.jsonl")
-
-    def interrupt(record):
-        if isinstance(record, StepRecord) and record.step == 3:
-            os.kill(os.getpid(), number)
-
-    with training() as made:
-        outcome = run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl", show=interrupt)
+        outcome = run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl", show=interrupts(3, number))
         assert (outcome.status, made.step) == (status, 3)
+    assert "stopping after this step; press Ctrl-C again to quit now" in capfd.readouterr().err
     assert list(saved(tmp_path / "c")) == [3]
     assert tiny.metrics_of(tmp_path / "m.jsonl")[-1][:2] == (3, "eval")
     with training(devices="virtual:2") as made:
         assert made.restore(tmp_path / "c")
         assert run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl").status == 0
-    assert tiny.metrics_of(tmp_path / "m.jsonl") == tiny.metrics_of(tmp_path / "whole.jsonl")
+    assert tiny.metrics_of(tmp_path / "m.jsonl") == whole
 
 
-def test_a_signal_at_a_checkpoint_writes_no_second_one(tmp_path):
-    def interrupt(record):
-        if record.step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-
+@pytest.mark.parametrize(("step", "every", "status", "steps"), [(2, 2, 130, [2]), (7, None, 0, [])])
+def test_a_signal_at_a_checkpoint_or_in_the_last_step_writes_no_further_one(tmp_path, step, every, status, steps):
+    """In the last step all is done, so nothing is to be resumed."""
     with training(eval_every=None) as made:
-        outcome = run(made, checkpoints=tmp_path, every=2, show=interrupt)
-    assert outcome.status == 130
-    assert list(saved(tmp_path)) == [2]
+        assert run(made, checkpoints=tmp_path, every=every, show=interrupts(step)).status == status
+    assert list(saved(tmp_path)) == steps
 
 
-def test_a_signal_in_the_last_step_comes_too_late(tmp_path):
-    """All is done, so nothing is to be resumed."""
+def test_the_signals_of_another_thread_are_left_alone():
+    """Python gives signals to the main thread only."""
+    before, found = signal.getsignal(signal.SIGINT), []
 
-    def interrupt(record):
-        if isinstance(record, StepRecord) and record.step == 7:
-            os.kill(os.getpid(), signal.SIGINT)
+    def work():
+        with Interruption() as interruption:
+            found.append((interruption.status, signal.getsignal(signal.SIGINT)))
 
-    with training(eval_every=None) as made:
-        outcome = run(made, checkpoints=tmp_path, show=interrupt)
-    assert outcome == Outcome(0, None, None)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(0, before)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_second_signal_ends_the_process(number, status):
+    """Whatever its threads are doing."""
+    program = """
+import sys, threading, time
+from roundpipe_runtime.fine_tune.job import Interruption
+threading.Thread(target=time.sleep, args=(60,)).start()
+with Interruption() as interruption:
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+        if interruption.status:
+            print("noted", flush=True)
+            time.sleep(60)
+"""
+    with fresh_process.start("-c", program) as process:
+        process.wait_for(lambda: process.stdout == "ready\n")
+        process.send_signal(number)
+        process.wait_for(lambda: process.stdout == "ready\nnoted\n")
+        begin = time.monotonic()
+        process.send_signal(number)
+        assert process.wait() == status
+        assert time.monotonic() - begin < 30
+        assert "left at once" in process.stderr
 
 
 def test_an_error_leaves_the_metrics_of_the_steps_before(tmp_path):
-    """Ctrl-C is what it was again."""
-    before = signal.getsignal(signal.SIGINT)
+    """Signals do what they did before again."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
 
     def fail(record):
         if record.step == 2:
@@ -107,7 +146,7 @@ def test_an_error_leaves_the_metrics_of_the_steps_before(tmp_path):
     with training(eval_every=None) as made, pytest.raises(ZeroDivisionError):
         run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl", show=fail)
     assert [row[0] for row in tiny.metrics_of(tmp_path / "m.jsonl")] == [1, 2]
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 @pytest.mark.parametrize(("steps", "recorded"), [(7, 5), (2, 2)])
@@ -127,8 +166,6 @@ def test_a_timeline_holds_one_step(tmp_path, steps, recorded):
 
 def test_an_evaluation_that_fails_takes_no_step_with_it(tmp_path, monkeypatch):
     """The model is saved before it, and a checkpoint after the error, which goes on to the same evaluation."""
-    with training(eval_every=None) as made:
-        run(made, checkpoints=tmp_path / "never", metrics=tmp_path / "whole.jsonl")
     done = []
     with training(eval_every=None) as made, monkeypatch.context() as patch:
         patch.setattr(made.trainer, "_loss_of", lambda batch: done.append("evaluation") or 1 / 0)
@@ -145,10 +182,8 @@ def test_an_evaluation_that_fails_takes_no_step_with_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("failing", ["layer", "loss"])
-def test_a_step_that_fails_takes_none_before_with_it(tmp_path, monkeypatch, failing):
+def test_a_step_that_fails_takes_none_before_with_it(tmp_path, monkeypatch, failing, whole):
     """From the checkpoint that the note names, the training goes on to the same bits."""
-    with training() as made:
-        run(made, checkpoints=tmp_path / "never", metrics=tmp_path / "whole.jsonl")
     with training() as made:
 
         def fails():
@@ -161,14 +196,12 @@ def test_a_step_that_fails_takes_none_before_with_it(tmp_path, monkeypatch, fail
             monkeypatch.setattr(made.trainer, "_finite", lambda what, x: finite(what, math.nan if fails() else x))
         with pytest.raises((FineTuneError, ZeroDivisionError)) as caught:
             run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl")
-    assert (
-        caught.value.__notes__[-1]
-        == f"The first 4 steps are saved in {saved(tmp_path / 'c')[4]}. To continue: --resume"
-    )
+    said = f"The first 4 steps are saved in {saved(tmp_path / 'c')[4]}. To continue: --resume"
+    assert caught.value.__notes__[-1] == said
     with training() as made:
         assert made.restore(tmp_path / "c")
         run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl")
-    assert tiny.metrics_of(tmp_path / "m.jsonl") == tiny.metrics_of(tmp_path / "whole.jsonl")
+    assert tiny.metrics_of(tmp_path / "m.jsonl") == whole
 
 
 def test_a_step_that_failed_half_way_is_not_counted_when_it_is_repeated(tmp_path):

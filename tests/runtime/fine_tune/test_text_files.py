@@ -1,15 +1,17 @@
-"""Files of text, JSON lines, folders of `datasets`: what is read, in which order, and what is refused."""
+"""Files of text, JSON lines, folders of `datasets`: what is read, what is refused, and tokens cut into rows."""
 
 import importlib.util
 import json
 import shutil
 import subprocess
+import tracemalloc
 
 import pytest
+import torch
 
-from roundpipe_runtime.fine_tune import FineTuneError
+from roundpipe_runtime.fine_tune import ByteTokenizer, FineTuneError, make_blocks, read_blocks
 from roundpipe_runtime.fine_tune.data import text_files
-from roundpipe_runtime.fine_tune.data.text_files import END, find_texts, read_texts
+from roundpipe_runtime.fine_tune.data.text_files import END, find_texts, pack, read_texts
 from yobx_flatten import MissingDependencyError
 
 
@@ -32,17 +34,15 @@ def write(path, text):
     return path
 
 
-def test_a_file_of_one_line_is_read_once(tmp_path):
-    """Text without a line break was copied for each of its pieces: 41 s for 64 MB; a line of pieces comes whole."""
-    text = "è " * 2**20
-    (tmp_path / "line.txt").write_text(text + "\nx\u2028y", encoding="utf-8")
-    assert list(read_texts([tmp_path / "line.txt"])) == [text + "\n", "x\u2028y", END]
-
-
 def test_a_file_of_text_is_one_document(tmp_path):
-    """With its line ends as they are; a mark at the beginning is no text."""
+    """With its line ends as they are; a mark at the beginning is no text; a line of pieces comes whole.
+
+    Text without a line break was copied for each of its pieces: 41 s for 64 MB.
+    """
     path = write(tmp_path / "a.txt", "\ufeffone\r\ntwo\n\nthree")
     assert documents([path]) == ["one\r\ntwo\n\nthree"]
+    text = "è " * 2**20
+    assert list(read_texts([write(tmp_path / "line.txt", text + "\nx\u2028y")])) == [text + "\n", "x\u2028y", END]
 
 
 def test_a_long_file_comes_in_pieces_that_end_with_a_line(tmp_path, monkeypatch):
@@ -82,21 +82,19 @@ def test_a_line_that_is_wrong_is_named(tmp_path, line, words):
     assert words in str(caught.value)
 
 
-def test_a_folder_stands_for_the_texts_in_it(tmp_path):
-    """In the order of their names, however deep; what is no text is passed over."""
-    for name in ("b.txt", "a/z.md", "a/b.jsonl", "picture.png", "noending"):
-        write(tmp_path / "corpus" / name, '{"text": "x"}')
-    found = find_texts([tmp_path / "corpus"])
-    assert [path.relative_to(tmp_path / "corpus").as_posix() for path in found] == ["a/b.jsonl", "a/z.md", "b.txt"]
+def test_folders_patterns_and_files_that_are_named_twice(tmp_path, monkeypatch):
+    """A folder stands for the texts in it, in the order of their names, however deep; what is no text is passed over.
 
-
-def test_patterns_and_files_that_are_named_twice(tmp_path, monkeypatch):
-    """`**` goes through folders; a file is read once, where it was named first; a file without an ending is text."""
-    for name in ("one.txt", "deep/two.txt", "LICENSE"):
-        write(tmp_path / name, name)
+    `**` goes through folders; a file is read once, where it was named first; a file without an ending is text.
+    """
+    for name in ("b.txt", "a/z.md", "a/b.jsonl", "picture.png", "LICENSE"):
+        write(tmp_path / name, '{"text": "x"}')
     monkeypatch.chdir(tmp_path)
-    found = find_texts(["LICENSE", "**/*.txt", "one.txt", tmp_path / "deep"])
-    assert [path.name for path in found] == ["LICENSE", "two.txt", "one.txt"]
+    for names, expected in (
+        ([tmp_path], ["a/b.jsonl", "a/z.md", "b.txt"]),
+        (["LICENSE", "**/*.md", "b.txt", tmp_path / "a", "*.txt"], ["LICENSE", "a/z.md", "b.txt", "a/b.jsonl"]),
+    ):
+        assert [path.relative_to(tmp_path).as_posix() for path in find_texts(names)] == expected
 
 
 @pytest.mark.parametrize(
@@ -106,6 +104,7 @@ def test_patterns_and_files_that_are_named_twice(tmp_path, monkeypatch):
         ("*.md", "There is no file *.md."),
         ("paper.pdf", "paper.pdf ends in .pdf, not in one of .txt"),
         ("empty", "empty contains no text: no file in it ends in .txt"),
+        (None, "Name a text (--text FILE)"),
     ],
 )
 def test_what_stands_for_no_text_is_refused(tmp_path, monkeypatch, name, words):
@@ -114,31 +113,24 @@ def test_what_stands_for_no_text_is_refused(tmp_path, monkeypatch, name, words):
     (tmp_path / "empty").mkdir()
     (tmp_path / "paper.pdf").touch()
     with pytest.raises(FineTuneError) as caught:
-        find_texts([name])
+        find_texts([] if name is None else [name])
     assert words in str(caught.value)
 
 
-def test_nothing_named_is_refused():
-    """With the option."""
-    with pytest.raises(FineTuneError, match="--text FILE"):
-        find_texts([])
-
-
-def test_a_file_that_is_not_utf8_is_refused(tmp_path):
-    """With the line that repairs it, if it is text."""
-    path = tmp_path / "latin.txt"
-    path.write_bytes("für".encode("latin1"))
-    with pytest.raises(FineTuneError, match=r"iconv -f LATIN1 -t UTF-8 .*latin.txt > .*latin.utf8.txt"):
-        documents([path])
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [
+        ("a.txt", "latin1"),
+        *((name, form) for name in ("a.txt", "a.jsonl") for form in ("utf-16", "utf-16-le", "utf-16-be", "utf-32")),
+    ],
+)
 def test_the_line_that_repairs_text_of_another_encoding_does(tmp_path, name, encoding):
     """Run by the shell, it makes a file that is read; with the mark of its encoding and without."""
     path = tmp_path / name
     path.write_bytes('{"text": "größer und größer"}\n'.encode(encoding))
-    with pytest.raises(FineTuneError, match="is not UTF-8, but perhaps UTF-") as caught:
+    with pytest.raises(
+        FineTuneError, match=r"is not UTF-8(, but perhaps UTF-| \(.*iconv -f LATIN1 -t UTF-8 )"
+    ) as caught:
         documents([path])
     if shutil.which("iconv") is None:
         pytest.skip("iconv is not installed")
@@ -162,6 +154,8 @@ class TestDatasets:
         plain = write(tmp_path / "plain.txt", "three")
         found = find_texts([tmp_path / "saved", plain])
         assert documents(found, field="body") == ["one", "two", "three"]
+        with pytest.raises(FineTuneError, match=r"has no text in 'text'. Its fields: body, id. Name one: --field NAME"):
+            documents(found)
 
     def test_of_several_data_sets_the_one_for_training_is_read(self, tmp_path, datasets):
         """Any other can be named itself."""
@@ -173,12 +167,6 @@ class TestDatasets:
         with pytest.raises(FineTuneError, match=r"none is called train\. Name one: .*a, .*b"):
             documents(find_texts([tmp_path / "other"]))
 
-    def test_another_field_is_refused_with_those_that_there_are(self, tmp_path, datasets):
-        """Before the first row is read."""
-        datasets.Dataset.from_dict({"body": ["one"], "id": [1]}).save_to_disk(tmp_path / "saved")
-        with pytest.raises(FineTuneError, match=r"has no text in 'text'. Its fields: body, id. Name one: --field NAME"):
-            documents(find_texts([tmp_path / "saved"]))
-
     @pytest.mark.parametrize("kind", ["parquet", "csv"])
     def test_rows_of_a_table_are_documents(self, tmp_path, datasets, kind):
         """Their text comes as it was written, also where a table could mean a missing value."""
@@ -186,13 +174,10 @@ class TestDatasets:
         getattr(rows, f"to_{kind}")(tmp_path / f"a.{kind}")
         assert documents(find_texts([tmp_path / f"a.{kind}"]), field="body") == ["one\ntwo", "NA"]
 
-    def test_a_damaged_table_is_refused(self, tmp_path):
+    def test_a_damaged_table_or_folder_is_refused(self, tmp_path, datasets):
         path = write(tmp_path / "a.parquet", "PAR1PAR1")
         with pytest.raises(FineTuneError, match=r"a\.parquet cannot be read: .*Parquet"):
             documents([path])
-
-    def test_a_damaged_folder_is_refused(self, tmp_path, datasets):
-        """In one line."""
         datasets.Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "saved")
         (tmp_path / "saved" / "state.json").write_text("{")
         with pytest.raises(FineTuneError, match="saved cannot be read"):
@@ -207,3 +192,80 @@ def test_without_the_library_its_folders_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[data\]'"):
         documents(found)
+
+
+# -- tokens in a line, cut into rows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("texts", [1, 2, 3])
+def test_documents_stand_in_a_line_with_an_end_behind_each_in_groups_of_any_size(monkeypatch, texts):
+    """Texts are encoded together; an empty document leaves nothing, and an end that the tokenizer lacks is left out."""
+    monkeypatch.setattr(text_files, "_TEXTS", texts)
+    pieces = ["ab", "c", END, END, "", END, "d", END, "e", "", "f", END]
+    found = pack(pieces, ByteTokenizer())
+    assert found.dtype == torch.int32
+    assert found.tolist() == [100, 101, 102, 1, 103, 1, 104, 105, 1]
+    monkeypatch.setattr(ByteTokenizer, "eos_token_id", None)
+    assert pack(pieces, ByteTokenizer()).tolist() == [100, 101, 102, 103, 104, 105]
+
+
+def test_tokens_are_held_in_four_bytes_each():
+    """Numbers of Python would take 36; a group of texts at a time is all that is there twice."""
+    text = "a line of text\n" * 4096
+    tracemalloc.start()
+    try:
+        found = pack((text for _ in range(64)), ByteTokenizer())
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.numel() == 64 * len(text)
+    assert most < 6 * found.numel() + 8 * 2**20
+
+
+def test_rows_are_cut_one_behind_the_other():
+    """What fills no row is left over; without a share all rows are learnt from."""
+    made = make_blocks(torch.arange(11, dtype=torch.int32), length=3)
+    assert made.tokens.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert made.training.tolist() == [0, 1, 2]
+    assert made.held_out.tolist() == []
+    assert (made.left_over, made.length) == (2, 3)
+
+
+@pytest.mark.parametrize(("share", "held_out"), [(0.0, 0), (0.001, 1), (0.1, 2), (0.5, 10), (0.99, 19)])
+def test_a_share_is_held_out(share, held_out):
+    """At least one row of each kind, none in both, the same ones for the same seed; another seed holds others out."""
+    tokens = torch.arange(20 * 4, dtype=torch.int32)
+    made = make_blocks(tokens, length=4, eval_share=share, seed=3)
+    assert len(made.held_out) == held_out
+    assert sorted([*made.training.tolist(), *made.held_out.tolist()]) == list(range(20))
+    assert make_blocks(tokens, length=4, eval_share=share, seed=3).held_out.tolist() == made.held_out.tolist()
+    if share == 0.5:
+        halves = {tuple(make_blocks(tokens, length=4, eval_share=0.5, seed=one).held_out.tolist()) for one in range(5)}
+        assert len(halves) == 5
+
+
+def test_the_digest_tells_texts_and_lengths_apart():
+    tokens = torch.arange(24, dtype=torch.int32)
+    others = [make_blocks(tokens, length=3), make_blocks(tokens + 1, length=4), make_blocks(tokens[:20], length=4)]
+    own = make_blocks(tokens, length=4)
+    assert make_blocks(tokens.clone(), length=4).digest == own.digest
+    assert own.digest not in [other.digest for other in others]
+
+
+@pytest.mark.parametrize(("count", "share", "words"), [(5, 0.0, "one row of 6"), (7, 0.5, "two rows of 6")])
+def test_too_little_text_is_refused(count, share, words):
+    """With the length that would do."""
+    with pytest.raises(FineTuneError, match=f"has {count} tokens, which do not fill {words}.*--length 2"):
+        make_blocks(torch.arange(count, dtype=torch.int32), length=6, eval_share=share)
+
+
+def test_files_become_rows_of_tokens_below_the_vocabulary(tmp_path):
+    """A larger token is refused before a model looks it up in memory that is not there."""
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.txt").write_text(name * 3)
+    made = read_blocks([tmp_path], ByteTokenizer(), length=4)
+    assert made.tokens.tolist() == [[100, 100, 100, 1], [101, 101, 101, 1]]
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    with pytest.raises(FineTuneError, match="vocabulary of 105, but the tokenizer bytes makes the token 107"):
+        read_blocks([tmp_path / "a.txt"], ByteTokenizer(), length=4, vocab_size=105)
+    assert read_blocks([tmp_path / "a.txt"], ByteTokenizer(), length=4, vocab_size=108).left_over == 1

@@ -2,13 +2,12 @@
 
 import importlib.util
 import math
-import shutil
 import threading
 
 import pytest
 import torch
 
-from roundpipe_runtime import CheckpointError
+from roundpipe_runtime import CheckpointError, save_checkpoint
 from roundpipe_runtime.fine_tune import (
     EvalRecord,
     FineTuneError,
@@ -23,9 +22,10 @@ from roundpipe_runtime.fine_tune import (
 from roundpipe_runtime.fine_tune import training as training_file
 from tests.cases import cases
 from tests.runtime import tiny_training as tiny
+from tests.runtime.tiny_training import same_bits
 from yobx_flatten.errors import MissingDependencyError
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 
 pytestmark = pytest.mark.slow
@@ -36,26 +36,29 @@ def settings(**options) -> Settings:
     return Settings(**{"batch": 4, "microbatches": 3, "steps": 6, "lr": 5e-3, "warmup": 2, **options})
 
 
+def copied(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
 def trained(model, made, chosen):
     """Records of a whole training, and the state it ends with."""
     with Training(model, made, chosen) as training:
         records = tiny.records_of(training)
-    return records, {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def same_bits(one, other):
-    assert one.keys() == other.keys()
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return records, copied(model)
 
 
 def losses(records):
     return [record.loss for record in records if isinstance(record, StepRecord)]
 
 
-def test_it_learns_what_a_plain_loop_learns():
-    """Thirty steps of the same rows: loss, norm of the gradients and the loss at the end, within 0.05 %."""
+@pytest.mark.parametrize("size", [{"batch": 6}, {"batch": 3, "accumulate": 2}], ids=str)
+def test_it_learns_what_a_plain_loop_learns(size):
+    """Thirty steps of the same rows: loss, norm of the gradients and the loss at the end, within 0.05 %.
+
+    Two batches of three rows that are accumulated learn what one of six does.
+    """
     made = tiny.blocks(length=24, rows=80)
-    chosen = settings(steps=30, batch=6, check=False)
+    chosen = settings(steps=30, check=False, **size)
     plain = tiny.source().load()
     expected = tiny.train_plainly(plain, made, chosen)
     records, _ = trained(tiny.source().load(), made, chosen)
@@ -63,6 +66,7 @@ def test_it_learns_what_a_plain_loop_learns():
     assert [record.loss for record in steps] == pytest.approx([loss for loss, _ in expected], rel=5e-4)
     assert [record.grad_norm for record in steps] == pytest.approx([norm for _, norm in expected], rel=5e-3)
     assert steps[-1].loss < 0.6 * steps[0].loss
+    assert steps[0].tokens == 6 * 24
     held_out = made.tokens[made.held_out].long()
     with torch.no_grad():
         loss = plain.eval()(input_ids=held_out, labels=held_out).loss.item()
@@ -91,23 +95,12 @@ def test_parameters_that_stay_change_no_bit():
         frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
         with Training(model, made, settings(keep_parameters=keep)) as training:
             records = tiny.records_of(training)
-            traffic = training.pipeline.parameter_traffic
-        states.append((losses(records), {name: tensor.clone() for name, tensor in model.state_dict().items()}, traffic))
+        states.append((losses(records), copied(model), training.pipeline.parameter_traffic))
     (plain, weights, moved), (found, bits, kept) = states
     assert found == plain
     assert same_bits(bits, weights)
     assert moved.reused == 0
     assert moved.uploaded - kept.uploaded >= 4 * frozen
-
-
-def test_batches_that_are_accumulated_count_as_one():
-    """Two batches of three rows learn what one of six does."""
-    made = tiny.blocks()
-    chosen = settings(batch=3, accumulate=2, steps=5)
-    expected = tiny.train_plainly(tiny.source().load(), made, chosen)
-    records, _ = trained(tiny.source().load(), made, chosen)
-    assert losses(records) == pytest.approx([loss for loss, _ in expected], rel=1e-4)
-    assert records[0].tokens == 3 * 2 * 16
 
 
 def test_weights_of_16_bits_learn_through_masters():
@@ -124,33 +117,32 @@ def test_weights_of_16_bits_learn_through_masters():
     assert all(0 < size < 1e-4 for size in moved)
 
 
-def test_only_adapters_learn():
+def test_only_adapters_learn_and_are_restored(tmp_path):
+    """A restored LoRA goes on to the same bits."""
     pytest.importorskip("peft", reason="LoRA is PEFT's")
-    model = add_lora(tiny.source().load(), Lora.parse("4"))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    made = tiny.blocks()
-    with Training(model, made, settings(lr=5e-2, steps=8)) as training:
+    made, chosen = tiny.blocks(), settings(lr=5e-2, steps=8)
+    model, again = (add_lora(tiny.source().load(), Lora.parse("4")) for _ in range(2))
+    before = copied(model)
+    with Training(model, made, chosen) as training:
         assert sum(len(group["params"]) for group in training.optimizer.param_groups) == 2 * 21
-        records = tiny.records_of(training)
+        records = tiny.records_of(training, checkpoints=tmp_path, every=6)
     assert losses(records)[-1] < losses(records)[0]
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if "lora_" in name}
+    with Training(again, made, chosen) as second:
+        assert second.restore(tmp_path)
+        assert second.step == 6
+        second.train()
+    assert same_bits(again.state_dict(), model.state_dict())
 
 
 def test_evaluation_comes_when_it_is_due_and_changes_nothing():
     """After every second step; the weights are those of a training that was never evaluated."""
     made = tiny.blocks()
     records, state = trained(tiny.source().load(), made, settings(eval_every=2, steps=5))
-    assert [(type(record).__name__, record.step) for record in records] == [
-        ("StepRecord", 1),
-        ("StepRecord", 2),
-        ("EvalRecord", 2),
-        ("StepRecord", 3),
-        ("StepRecord", 4),
-        ("EvalRecord", 4),
-        ("StepRecord", 5),
-        ("EvalRecord", 5),
-    ]
+    steps, evaluations = [(StepRecord, step) for step in range(1, 6)], [(EvalRecord, step) for step in (2, 4, 5)]
+    expected = [*steps[:2], evaluations[0], *steps[2:4], evaluations[1], steps[4], evaluations[2]]
+    assert [(type(record), record.step) for record in records] == expected
     never = tiny.blocks(eval_share=0.0)
     never = type(made)(never.tokens, made.training, never.held_out, never.left_over, never.digest)
     plain_records, plain_state = trained(tiny.source().load(), never, settings(steps=5))
@@ -189,7 +181,7 @@ def test_a_loss_that_is_not_finite_ends_it_before_it_is_learnt_from(monkeypatch)
     with Training(model, tiny.blocks(), settings()) as training:
 
         def spoil(record):
-            before.update((name, tensor.clone()) for name, tensor in model.state_dict().items())
+            before.update(copied(model))
             nan = torch.tensor(math.nan)
             monkeypatch.setattr(type(training.pipeline), "forward_backward", lambda *args, **kwargs: nan)
 
@@ -202,7 +194,7 @@ def test_a_gradient_that_is_not_finite_is_not_stepped(monkeypatch):
     """The loss may still be a number."""
     model = tiny.source().load()
     with Training(model, tiny.blocks(), settings()) as training:
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        before = copied(model)
         forward_backward = type(training.pipeline).forward_backward
 
         def spoilt(pipeline, **options):
@@ -216,8 +208,8 @@ def test_a_gradient_that_is_not_finite_is_not_stepped(monkeypatch):
         assert same_bits(before, model.state_dict())
 
 
-def test_a_model_that_sees_what_comes_is_refused():
-    """An encoder's loss would fall to nothing, and mean nothing."""
+def test_a_model_that_sees_what_comes_is_refused_and_so_is_a_missing_accelerate(monkeypatch):
+    """An encoder's loss would fall to nothing, and mean nothing. Both before the model is cut."""
     from transformers import BertConfig, BertLMHeadModel
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -225,6 +217,10 @@ def test_a_model_that_sees_what_comes_is_refused():
         Training(BertLMHeadModel(BertConfig(vocab_size=259, **sizes)), tiny.blocks(), settings())
     decoder = BertLMHeadModel(BertConfig(vocab_size=259, is_decoder=True, **sizes))
     Training(decoder, tiny.blocks(), settings(check=True, steps=1)).close()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
+    with pytest.raises(MissingDependencyError, match=r"needs accelerate.*\n.*pip install .*\[transformers,train\]'"):
+        Training(decoder, tiny.blocks(), settings())
 
 
 class TestCheckpoints:
@@ -264,77 +260,53 @@ class TestCheckpoints:
             other.restore(tmp_path)
             assert other.microbatches == 4
 
-    def test_an_empty_folder_is_no_checkpoint(self, tmp_path):
+    @pytest.fixture(scope="class")
+    def stopped(self, tmp_path_factory):
+        """The folder of a training that got Ctrl-C after its second step."""
+        folder = tmp_path_factory.mktemp("stopped")
         with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
-            assert not training.restore(tmp_path / "nowhere")
-            assert training.step == 0
+            assert not training.restore(folder)
+            tiny.records_of(training, stop=2, checkpoints=folder)
+        return folder
 
     @pytest.mark.parametrize(
-        ("change", "text", "words"),
+        ("change", "text", "layers", "words"),
         [
-            ({"batch": 6}, {}, "was trained with --batch 4"),
-            ({"accumulate": 2}, {}, "was trained with --accumulate 1"),
-            ({"seed": 1}, {}, "was trained with --seed 0"),
-            ({"steps": 1}, {}, "is at step 2, but --steps is only 1"),
-            ({}, {"rows": 59}, "was trained with another --text"),
-            ({}, {"length": 12}, "was trained with --length 16"),
+            ({"batch": 6}, {}, 3, "was trained with --batch 4"),
+            ({"accumulate": 2}, {}, 3, "was trained with --accumulate 1"),
+            ({"seed": 1}, {}, 3, "was trained with --seed 0"),
+            ({"steps": 1}, {}, 3, "is at step 2, but --steps is only 1"),
+            ({}, {"rows": 59}, 3, "was trained with another --text"),
+            ({}, {"length": 12}, 3, "was trained with --length 16"),
+            ({}, {}, 2, "The checkpoint is for a different model. Names or shapes"),
         ],
     )
-    def test_other_batches_are_refused(self, tmp_path, change, text, words):
+    def test_other_batches_and_another_model_are_refused(self, stopped, change, text, layers, words):
         """The place in the data would be another one."""
-        with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
-            tiny.records_of(training, stop=2, checkpoints=tmp_path)
         with (
-            Training(tiny.source().load(), tiny.blocks(**text), settings(**change)) as other,
-            pytest.raises(FineTuneError) as caught,
+            Training(tiny.source(num_hidden_layers=layers).load(), tiny.blocks(**text), settings(**change)) as other,
+            pytest.raises(FineTuneError if layers == 3 else CheckpointError) as caught,
         ):
-            other.restore(tmp_path)
+            other.restore(stopped)
         assert words in str(caught.value)
 
     def test_a_checkpoint_of_something_else_is_refused(self, tmp_path):
         """`save_checkpoint` of another script wrote it."""
-        from roundpipe_runtime import save_checkpoint
-
         with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
             save_checkpoint(tmp_path, training.pipeline, optimizer=training.optimizer, data={"step": 1})
             with pytest.raises(FineTuneError, match="start in another folder"):
                 training.restore(tmp_path)
 
-    def test_another_model_is_refused(self, tmp_path):
-        with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
-            training.save(tmp_path)
-        with (
-            Training(tiny.source(num_hidden_layers=2).load(), tiny.blocks(), settings()) as other,
-            pytest.raises(CheckpointError, match=r"The checkpoint is for a different model\. Names or shapes"),
-        ):
-            other.restore(tmp_path)
 
+def test_a_training_may_end_before_its_last_step(tmp_path):
+    """Threads end, the model has the weights of the steps that were done, and there is no second beginning.
 
-def test_without_accelerate_the_line_to_type_is_named(monkeypatch):
-    """Before the model is cut."""
-    model, find = tiny.source().load(), importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
-    with pytest.raises(MissingDependencyError, match=r"needs accelerate.*\n.*pip install .*\[transformers,train\]'"):
-        Training(model, tiny.blocks(), settings())
-
-
-def test_a_checkpoint_is_a_model_of_transformers(tmp_path):
-    """``from_pretrained`` loads it with the weights of its step."""
-    from transformers import AutoModelForCausalLM
-
-    model = tiny.source().load()
-    with Training(model, tiny.blocks(), settings(steps=1)) as training:
-        training.train()
-        saved = training.save(tmp_path)
-    assert same_bits(AutoModelForCausalLM.from_pretrained(saved).state_dict(), model.state_dict())
-
-
-def test_a_training_may_end_before_its_last_step():
-    """Threads end, the model has the weights of the steps that were done, and there is no second beginning."""
+    The checkpoint is a model of transformers: ``from_pretrained`` loads it with the weights of its step.
+    """
     model, made = tiny.source().load(), tiny.blocks()
     threads = set(threading.enumerate())
     with Training(model, made, settings(schedule="constant")) as training:
-        tiny.records_of(training, stop=2)
+        tiny.records_of(training, stop=2, checkpoints=tmp_path)
         with pytest.raises(FineTuneError, match=r"was stopped after step 2, .*\n.*\n.*training\.restore\(folder\)"):
             training.train()
     assert set(threading.enumerate()) <= threads
@@ -343,6 +315,8 @@ def test_a_training_may_end_before_its_last_step():
         training.train()
         training.train()  # nothing is left to do
     assert same_bits(model.state_dict(), expected.state_dict())
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert same_bits(saved.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -360,25 +334,6 @@ def test_a_schedule_given_at_the_restore_counts(tmp_path, change, rate):
         step, *_ = tiny.records_of(second)
     assert rates[0] == pytest.approx(rate)
     assert step.lr == rates[0]
-
-
-def test_only_adapters_are_restored(tmp_path):
-    """A restored LoRA goes on to the same bits."""
-    pytest.importorskip("peft", reason="LoRA is PEFT's")
-    made, chosen = tiny.blocks(), settings(lr=5e-2, steps=3, check=False)
-
-    def adapted():
-        return add_lora(tiny.source().load(), Lora.parse("4"))
-
-    model = adapted()
-    with Training(model, made, chosen) as first:
-        run(first, checkpoints=tmp_path, every=1, keep=None)
-    shutil.rmtree(tmp_path / "checkpoint-2")
-    again = adapted()
-    with Training(again, made, chosen) as second:
-        assert second.restore(tmp_path)
-        second.train()
-    assert same_bits(again.state_dict(), model.state_dict())
 
 
 def test_the_causal_check_costs_two_rows_of_four_tokens(monkeypatch):

@@ -12,8 +12,6 @@ from roundpipe_runtime import CheckpointError, RoundPipe, list_checkpoints, load
 from roundpipe_runtime.checkpoint import training_state
 from roundpipe_runtime.checkpoint.shards import cut_like, is_sharded
 
-STEPS = 6
-
 
 class Training:
     """A training that draws its gradients, so that it is the same on any number of processes."""

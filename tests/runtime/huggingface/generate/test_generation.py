@@ -96,7 +96,7 @@ def test_a_cache_is_made_where_none_is_given():
         assert torch.allclose(one.keys, other.keys, rtol=1e-9)
 
 
-def test_after_an_exception_the_cache_is_as_it_was(monkeypatch):
+def test_after_an_exception_the_cache_is_as_it_was():
     pipeline, plain = pair("llama")
     cache, name = home(plain), argument_of(plain.forward)
     with torch.no_grad():

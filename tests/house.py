@@ -13,8 +13,6 @@ PACKAGES = ("yobx_flatten", "roundpipe_runtime")
 
 
 class Found(NamedTuple):
-    """What the house holds."""
-
     lines: dict[str, int]  # by folder below a package; files next to the folders count for the package
     files: int
     longest_file: int
@@ -22,7 +20,6 @@ class Found(NamedTuple):
 
 
 def measured() -> Found:
-    """Count the files that are there."""
     lines: dict[str, int] = {}
     longest_file = longest_function = files = 0
     for package in PACKAGES:

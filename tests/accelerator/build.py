@@ -21,7 +21,6 @@ _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME
 
 
 def reason_not_to_build() -> str | None:
-    """Why there is no reference accelerator here; ``None`` if there is."""
     if sys.platform != "linux":
         return "the reference accelerator is for Linux"
     if torch.__version__.split("+")[0].split(".")[:2] != ["2", "13"]:

@@ -24,52 +24,27 @@ _backend.start(DEVICES, os.environ.get("LATE_DRY") == "1")
 _PROCESS = os.getpid()
 
 
+# Counted since the last call: copies and bytes, pinned and pageable, kernels, and waits of the host.
+counts = _backend.counts
+# Seconds that threads of the host spent in the backend since the last call, and not in torch or Python.
+host_seconds = _backend.host_seconds
+pending = _backend.pending  # pieces of work of a device that are not done yet
+set_memory = _backend.set_memory  # of a device, in bytes
+# A lost device does no more work after so many pieces, and every call that concerns it is an error.
+lose, start_again = _backend.lose, _backend.start_again
+# Of a dry run: the seconds since `set_order`, on all streams and the host, and the work since the last call: device,
+# stream, name, begin and end in seconds.
+clock, trace = _backend.clock, _backend.trace
+
+
 def set_order(order: str, seed: int = 0) -> None:
     """Choose when work is done, from now on; what was given before is done first."""
     _backend.set_order(getattr(_backend.Order, order), seed)
 
 
-def counts() -> dict[str, int]:
-    """What was counted since the last call: copies and bytes, pinned and pageable, kernels, and waits of the host."""
-    return dict(_backend.counts())
-
-
-def host_seconds() -> float:
-    """The seconds that threads of the host spent in the backend since the last call, and not in torch or Python."""
-    return float(_backend.host_seconds())
-
-
-def pending(device: int) -> int:
-    """Pieces of work of a device that are not done yet."""
-    return int(_backend.pending(device))
-
-
-def set_memory(device: int, limit: int) -> None:
-    _backend.set_memory(device, limit)
-
-
 def set_costs(*, flops: float, memory: float, link: float, pageable_link: float = 8e9, launch: float = 5e-6) -> None:
     """Set the operations and bytes per second of devices of a dry run, and the seconds of a launch."""
     _backend.set_costs(launch, link, pageable_link, memory, flops)
-
-
-def lose(device: int, after: int = 0) -> None:
-    """Lose a device: it does no more work, and every call that concerns it is an error."""
-    _backend.lose(device, after)
-
-
-def start_again(device: int) -> None:
-    _backend.start_again(device)
-
-
-def clock() -> float:
-    """The seconds that a dry run took since :func:`set_order`, on all streams and the host."""
-    return float(_backend.clock())
-
-
-def trace() -> list[tuple[int, int, str, float, float]]:
-    """The work of a dry run since the last call: device, stream, name, begin and end in seconds."""
-    return list(_backend.trace())
 
 
 def _index(device: Any) -> int:

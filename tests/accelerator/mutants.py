@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tests.accelerator.planted import FAULTS
 
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 _FOLDER = ROOT / "roundpipe_runtime" / "device"
 _WAITS = {"wait_event", "record_stream", "synchronize", "result", "wait_for", "wait", "notify_all", "wait_for_futures"}
 _STREAMS = {"stream", "_parameters", "_activations", "_compute", "_downloads"}
+_NO_CONTEXT = "__import__('contextlib').nullcontext()"
 # After so many seconds a run of tests hangs.
 _SECONDS = 600
 
@@ -47,8 +48,6 @@ _PLAIN = [
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One removal."""
-
     file: str
     function: str
     code: str
@@ -60,8 +59,7 @@ class Mutant:
         return f"{self.file}:{self.function}: {self.code}" + f" (no. {self.again + 1})" * bool(self.again)
 
 
-@dataclasses.dataclass(frozen=True)
-class Removal:
+class Removal(NamedTuple):
     """Something that can be removed from a tree."""
 
     function: str
@@ -94,14 +92,10 @@ def _change(node: ast.AST) -> tuple[ast.AST, str, object] | None:
         case ast.Call(func=ast.Attribute(attr="pin_memory") as method):
             return method, "attr", "clone"
         case ast.withitem(context_expr=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _STREAMS:
-            return node, "context_expr", _no_context()
+            return node, "context_expr", ast.parse(_NO_CONTEXT, mode="eval").body
         case ast.Return(value=ast.Attribute(attr=name)) if name in _STREAMS:  # for a `with` of the caller
-            return node, "value", _no_context()
+            return node, "value", ast.parse(_NO_CONTEXT, mode="eval").body
     return None
-
-
-def _no_context() -> ast.expr:
-    return ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
 
 
 def mutants() -> list[Mutant]:
@@ -206,27 +200,24 @@ def check(mutant: str | None) -> str | None:
 
 def page(results: dict[str, str | None]) -> str:
     """The results as a page in Markdown."""
-    rows = []
+    rows, newline = [], "\n"
     waits = {name: found for name, found in results.items() if not name.startswith("model.onnx:: ")}
     for name, found in waits.items():
         file, function, code = name.split(":", 2)
         shown = found or "**nothing**"
         shown = shown if " " in shown or not found else f"`{shown}`"
         rows.append(f"| `{file}` | `{function}` | `{code.strip()}` | {shown} |")
-    noticed = sum(found is not None for found in waits.values())
+    noticed, total = sum(found is not None for found in waits.values()), len(waits)
     files = "\n".join(f"| {what} | {test} |" for what, test in FAULTS.items())
-    return _PAGE.format(noticed=noticed, all=len(waits), rows="\n".join(rows), files=files)
-
-
-_PAGE = """# Waits that are needed
+    return f"""# Waits that are needed
 
 Each wait, record of a stream, pin and choice of a stream in `roundpipe_runtime/device` was removed once, and tests were
-run until one noticed: {noticed} of {all} removals are noticed. `make mutants` repeats this and writes this page from
+run until one noticed: {noticed} of {total} removals are noticed. `make mutants` repeats this and writes this page from
 `docs/data/mutants.json`; [](accelerator.md) states what the tests run on.
 
 | file | function | removed | noticed by |
 |---|---|---|---|
-{rows}
+{newline.join(rows)}
 
 ## Faults in files
 

@@ -91,7 +91,7 @@ def _cell(found: dict[str, Any] | None) -> str:
 
 
 def _recorded() -> dict[str, Any]:
-    return dict(json.loads(_RECORD.read_text())["runs"]) if _RECORD.exists() else {}
+    return json.loads(_RECORD.read_text())["runs"] if _RECORD.exists() else {}
 
 
 def main() -> None:

@@ -31,19 +31,26 @@ def entries(page: Path) -> list[str]:
     return [line for text in found for line in text.splitlines() if line and not line.startswith(":")]
 
 
-def test_the_site_has_no_more_words_than_its_budget():
+def test_the_words_of_the_site_are_within_its_budget_and_our_own_are_in_the_glossary():
     """Those of the README and the changelog, which pages include, are among them."""
     texts = [*pages(), ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in texts}
     assert sum(words.values()) <= WORDS, sorted(words.items(), key=lambda item: -item[1])[:5]
+    glossary = (GUIDE / "words.md").read_text(encoding="utf-8").replace("leaves", "leaf")
+    for word in ("proof", "case", "block", "leaf", "row", "cut", "piece", "stage", "phase", "microbatch", "static"):
+        assert re.search(rf"\*+[^*\n]*\b{word}(?:es)?\b[^*\n]*\*", glossary), word
 
 
 def test_every_page_of_the_guide_is_in_the_sidebar_and_in_its_index_and_both_are_short():
+    """Sections of the page about torch and JAX each have a program that prints."""
     names, sidebar = {page.stem for page in GUIDE.glob("*.md")}, entries(DOCS / "index.md")
     assert {entry.removeprefix("guide/") for entry in sidebar if "guide/" in entry} == names
     assert {*re.findall(r"\]\((\w+)\.md\)", (GUIDE / "index.md").read_text(encoding="utf-8"))} == names - {"index"}
     assert len(names) <= GUIDE_PAGES
     assert len(sidebar) <= LINKS
+    sections = re.split(r"^## ", (GUIDE / "torch_and_jax.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    without = [text.splitlines()[0] for text in sections if "```python" not in text or "```text" not in text]
+    assert not without
 
 
 def headings(page: Path) -> set[str]:
@@ -112,12 +119,6 @@ def test_a_page_links_to_the_glossary_where_it_first_uses_one_of_our_own_words(s
     assert late == []
 
 
-def test_our_own_words_are_in_the_glossary():
-    glossary = (GUIDE / "words.md").read_text(encoding="utf-8").replace("leaves", "leaf")
-    for word in ("proof", "case", "block", "leaf", "row", "cut", "piece", "stage", "phase", "microbatch", "static"):
-        assert re.search(rf"\*+[^*\n]*\b{word}(?:es)?\b[^*\n]*\*", glossary), word
-
-
 @pytest.mark.slow
 def test_the_committed_tables_are_up_to_date(tmp_path):
     """`make tables` writes them. Of pictures only the names are compared: their letters differ between systems."""
@@ -151,16 +152,7 @@ def documented() -> Counter[str]:
     return names
 
 
-def test_names_that_moved_are_still_names_of_the_package():
-    homes = {name: folder for folder in FOLDERS for name in folder.__all__}
-    for found in old_names.OLD:
-        assert found is getattr(homes[found.__name__], found.__name__)
-        assert found.__name__ in dir(yobx_flatten)
-    with pytest.raises(AttributeError, match="module 'yobx_flatten' has no attribute 'Undoo'"):
-        yobx_flatten.Undoo  # noqa: B018 # the lookup is the test
-
-
-def test_the_reference_lists_every_public_name_once_and_no_other():
+def test_the_reference_lists_every_public_name_once_and_no_other_and_names_that_moved_stay():
     """A name of two folders would have two homes."""
     assert len(yobx_flatten.__all__) <= 58
     assert max(Counter(name for folder in FOLDERS for name in folder.__all__).values()) == 1
@@ -168,6 +160,12 @@ def test_the_reference_lists_every_public_name_once_and_no_other():
     assert max(documented().values()) == 1
     contents = (API / "index.md").read_text(encoding="utf-8").split()
     assert {page.stem for page in API.glob("*.md")} - {"index"} <= set(contents)  # Sphinx would warn minutes later
+    homes = {name: folder for folder in FOLDERS for name in folder.__all__}
+    for found in old_names.OLD:
+        assert found is getattr(homes[found.__name__], found.__name__)
+        assert found.__name__ in dir(yobx_flatten)
+    with pytest.raises(AttributeError, match="module 'yobx_flatten' has no attribute 'Undoo'"):
+        yobx_flatten.Undoo  # noqa: B018 # the lookup is the test
 
 
 def test_the_reference_of_the_runtime_lists_every_public_name_once():
@@ -180,12 +178,6 @@ def test_the_reference_of_the_runtime_lists_every_public_name_once():
     text = (GUIDE / "errors.md").read_text(encoding="utf-8")
     said = {name for name in roundpipe_runtime.__all__ if name.endswith(("Error", "Warning"))}
     assert {name for name in said - {"RoundPipeWarning"} if f"`{name}`" not in text} == set()
-
-
-def test_every_section_has_a_program_that_prints():
-    sections = re.split(r"^## ", (GUIDE / "torch_and_jax.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    without = [text.splitlines()[0] for text in sections if "```python" not in text or "```text" not in text]
-    assert not without
 
 
 POINT = "import collections, torch.utils._pytree as pytree\nPoint = collections.namedtuple('Point', 'x y')"

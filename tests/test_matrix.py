@@ -51,11 +51,15 @@ def test_the_sample_of_types_covers_all_layer_classes_first():
     assert len(set(kinds)) == len({layer_classes(name) for name in [*SAMPLE, "phi3", "qwen2"]})
 
 
-def test_a_type_that_works_has_a_result_per_column_and_its_program_is_loaded_in_another_process(runner):
+def test_a_type_that_works_has_a_result_per_column_and_one_that_dies_stops_no_other(runner):
     results = runner.run_type("works", [*COLUMNS, "save and load"], {"earlier": True})
     assert [results[column]["ok"] for column in COLUMNS] == [True, True, True]
     assert results["export"]["known"] == {"earlier": True}
     assert results["save and load"] == {"ok": True, "way": "yobx_flatten", "seconds": 0.6}
+    work = [(name, COLUMNS, {}) for name in ("crashes", "works", "fails")]
+    found = dict(runner.run_types(work, jobs=2))
+    passed = {name: results["round trip"]["ok"] for name, results in found.items()}
+    assert passed == {"crashes": False, "works": True, "fails": False}
 
 
 @pytest.mark.parametrize(
@@ -85,13 +89,6 @@ def test_what_ends_a_process_is_recorded_where_it_happened(runner, name, why, tm
     }
 
 
-def test_several_types_run_at_a_time_and_one_that_dies_stops_no_other(runner):
-    work = [(name, COLUMNS, {}) for name in ("crashes", "works", "fails")]
-    found = dict(runner.run_types(work, jobs=2))
-    passed = {name: results["round trip"]["ok"] for name, results in found.items()}
-    assert passed == {"crashes": False, "works": True, "fails": False}
-
-
 @pytest.fixture
 def results(tmp_path):
     results = Results(tmp_path / "matrix.json", VERSIONS, "yobx_flatten")
@@ -102,14 +99,11 @@ def results(tmp_path):
     return results
 
 
-def test_results_come_back_from_their_file_for_the_same_versions_only(results):
+def test_results_come_back_for_the_same_versions_and_others_are_not_replaced_unasked(results):
     again = Results.open(results.path, VERSIONS, "yobx_flatten")
     assert again.types == results.types
     assert Results.open(results.path, {**VERSIONS, "torch": "2.14.0"}, "yobx_flatten").types == {}
     assert Results.open(results.path, VERSIONS, "executorch").types == {}
-
-
-def test_results_of_other_versions_are_not_replaced_without_being_asked(results):
     results.versions = {**VERSIONS, "torch": "0.1"}
     results.write()
     with pytest.raises(SystemExit, match=r"was made with python 3\.11\.7, torch 0\.1.*name another --output"):
@@ -133,17 +127,14 @@ def test_what_is_recorded_is_not_run_again_unless_asked_for(results, redo, expec
     assert work == [("llama", ["onnx"], dict.fromkeys(COLUMNS, True))]  # a new column alone
 
 
-def test_what_passed_before_and_fails_now_is_named(results, tmp_path):
+def test_what_passed_before_and_fails_now_and_a_cut_into_larger_pieces_is_named(results, tmp_path):
+    """It computes what the model does, so that its column passes; more calls than before are no fault."""
     recorded = Results(tmp_path / "recorded.json", {}, "yobx_flatten")
     recorded.record("llama", {"built": {"ok": True}, "export": {"ok": True}, "onnx": {"ok": False, "why": "x"}}, "s")
     results.record("llama", {"built": {"ok": True}, "export": {"ok": False, "why": "guard"}}, "s")
     results.record("gpt2", {"built": {"ok": False, "why": "new"}}, "s")
     assert regressions(results, recorded, ["llama", "gpt2"]) == ["llama, export: guard"]
     assert regressions(results, recorded, ["gpt2"]) == []
-
-
-def test_a_cut_into_larger_pieces_than_before_is_named(results, tmp_path):
-    """It computes what the model does, so that its column passes; more calls than before are no fault."""
     recorded = Results(tmp_path / "recorded.json", {}, "roundpipe_runtime")
     for name, before, now in (("t5", 4, 2), ("llama", 2, 2), ("blt", 8, 10)):
         recorded.record(name, {"cut": {"ok": True, "calls": before}}, "s")
@@ -216,14 +207,11 @@ def test_operators_that_were_repaired_are_right(name):
     assert (found["verdict"], found["why"]) == ("right", "")
 
 
-def test_a_file_that_is_wrong_is_found():
+def test_a_file_that_is_wrong_is_found_and_values_that_eager_refuses_are_left_out():
     """NaN has no sign in PyTorch, and one in the file: a value that no export tries."""
     found = operators.measured(_named("sign"))
     assert (found["ok"], found["verdict"]) == (False, "wrong")
     assert found["why"].startswith("NaN: 0 eager, nan in the file")
-
-
-def test_values_that_eager_refuses_are_left_out():
     table = torch.rand(3, 2)
     outside = Values("outside", (table, torch.tensor([7])))
     one = Operator("index_select", "of indices", lambda x, i: x.index_select(0, i), (table, torch.tensor([1, 2])), ())

@@ -24,11 +24,9 @@ def recorded():
     return Results.read(path), path.name
 
 
-def test_the_table_of_the_guide_is_that_of_the_recorded_results(recorded):
+def test_no_cell_of_ours_is_worse_and_a_file_is_called_wrong_only_next_to_two_computations(recorded):
+    """Both are ten times further from the file than from each other, or the file returns other shapes."""
     assert (DOCS / "tables" / "oracle.md").read_text(encoding="utf-8") == small_table(recorded[0]) + "\n"
-
-
-def test_no_cell_of_ours_is_worse_than_one_of_another_exporter(recorded):
     results, _ = recorded
     assert set(results.types) <= set(TYPES)
     ranks = [*RANKS, NOT_RUN]
@@ -36,10 +34,6 @@ def test_no_cell_of_ours_is_worse_than_one_of_another_exporter(recorded):
     own = {name: verdict_of(results, name, "yobx-flatten") for name in results.types}
     behind = {name for name in own if own[name] != min(verdicts[name], key=ranks.index)}
     assert behind == set()
-
-
-def test_a_file_is_called_wrong_only_next_to_two_computations(recorded):
-    """Both are ten times further from the file than from each other, or the file returns other shapes."""
     results, _ = recorded
     for name, entry in results.types.items():
         for exporter, result in entry["columns"].items():

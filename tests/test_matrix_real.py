@@ -35,16 +35,13 @@ def test_every_form_is_recorded_and_the_forms_of_this_package_pass():
     assert not failed
 
 
-def test_perplexity_and_divergence_are_those_of_known_distributions():
+def test_measures_are_those_of_their_formulas_and_a_form_too_far_from_the_model_fails(tmp_path):
     """A uniform guess among 8 has a perplexity of 8; the divergence of two coins is an analytic sum."""
     tokens = torch.tensor([3, 1, 4, 1, 5])
     assert perplexity(torch.zeros(5, 8), tokens) == pytest.approx(8)
     fair, bent = torch.tensor([[0.0, 0.0]]), torch.log(torch.tensor([[0.9, 0.1]]))
     wanted = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
     assert divergence(fair, bent) == pytest.approx(wanted, rel=1e-6)
-
-
-def test_a_form_whose_tokens_are_too_far_from_the_model_fails(tmp_path):
     trial = RealTrial("other weights int4 fused", tmp_path)
     assert trial.near({"tokens": 0.95, "compared": 100})["tokens"] == 0.95
     with pytest.raises(DifferenceError, match=r"94\.0% of 100 tokens are the model's; at least 95%"):
@@ -113,7 +110,7 @@ def test_folders_take_turns_in_processes_of_their_own_and_one_of_genai_in_its_ow
     assert min(time for times in found.values() for time in times.values()) > 0
 
 
-def test_every_form_of_the_whisper_writes_the_model_s_text():
+def test_every_form_of_the_whisper_writes_the_model_s_text_and_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):
     found = json.loads(recorded_file("whisper").read_text(encoding="utf-8"))
     assert set(found["forms"]) <= set(SOUND_FORMS)
     assert "float32" in found["forms"]
@@ -121,9 +118,6 @@ def test_every_form_of_the_whisper_writes_the_model_s_text():
         assert held["tokens"] >= SOUND_FORMS[name].tokens, name
         assert (held["text"] == found["model"]["text"]) or SOUND_FORMS[name].tokens < 1, name
     assert found["model"]["compared"] > 20
-
-
-def test_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="needs npm"):
         real_llama_cpp.install(tmp_path / "packages")

@@ -19,12 +19,9 @@ from matrix.worker import run_columns
 from yobx_flatten.export.exported_model import source_of
 
 
-def test_every_type_of_the_folders_is_recorded():
+def test_every_type_of_the_folders_is_recorded_and_a_known_cause_stands_in_place_of_the_error(monkeypatch):
     types = Results.read(recorded_file("runtimes")).types
     assert {name for name, entry in types.items() if set(entry["columns"]) & set(OF_FOLDERS)} == set(TYPES)
-
-
-def test_a_cause_that_is_known_is_stated_in_place_of_the_error(monkeypatch):
     known = {("OpenVINO", "no rule for f", ("llama",)): "it has no f", ("Execu", "0x1", ()): "always"}
     monkeypatch.setattr("matrix.runtimes_causes.RUNTIME_CAUSES", known)
     assert cause_of("llama", "OpenVINO", "RuntimeError: no rule for f (x)") == "it has no f"

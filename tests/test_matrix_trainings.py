@@ -77,7 +77,7 @@ def test_one_head_is_equal_in_all_columns():
     assert results["3 microbatches"]["gradients"] < 1e-12
 
 
-def test_a_wrong_gradient_is_found():
+def test_a_wrong_gradient_is_found_and_rows_that_depend_on_each_other_are_named():
     trial = HeadTrial(TOKENS)
     run = trial.fused
     trial.fused = lambda pipeline, batch, count: run(pipeline, {
@@ -86,9 +86,6 @@ def test_a_wrong_gradient_is_found():
     with pytest.raises(DifferenceError, match="loss off by"):
         COLUMNS["3 microbatches"](trial)
     trial.close()
-
-
-def test_rows_that_depend_on_each_other_are_named():
     trial = HeadTrial(TOKENS)
     trial.model.classifier.register_forward_pre_hook(lambda module, given: (given[0] - given[0].mean(0),))
     assert "rows depend on each other: logits" in trial.cause(trial.batch(5, 1))
@@ -119,15 +116,12 @@ REFUSED = {"built": {"ok": True}, "1 microbatch": {"ok": None, "why": "RefusedEr
 ABSENT = {"built": {"ok": False, "why": "ImportError: timm"}, "1 microbatch": {"ok": None, "why": "built did not pass"}}
 
 
-def test_a_wrong_number_is_a_failure_and_what_cannot_be_built_is_none():
+def test_a_wrong_number_is_a_failure_and_ends_the_command_with_1(tmp_path, monkeypatch):
     found = _results(ctc__Good=GOOD, ctc__Wrong=WRONG, ctc__Refused=REFUSED, ctc__Absent=ABSENT)
     lines = wrong_cells(found, list(found.types), list(COLUMNS))
     assert lines == ["ctc:Wrong, 1 microbatch: DifferenceError: loss off by 2.0e+00"]
     outcomes = ["equal", "wrong", "refused", "not built"]  # that of the worst cell of each row
     assert [outcome_of(row) for row in found.types.values()] == outcomes
-
-
-def test_the_command_ends_with_1_for_a_wrong_number(tmp_path, monkeypatch):
     output = tmp_path / "trainings.json"
     from matrix.results import installed_versions
 
@@ -152,6 +146,10 @@ def test_a_batch_has_padding_and_labels_that_are_ignored_and_pictures_come_with_
     made = cut_cases.batch_of("image:qwen2_5_vl", model, 2, 0)
     assert made["image_grid_thw"].shape[0] == 2
     assert (made["input_ids"] == model.config.image_token_id).any(1).all()
+    assert cut.choose(cut.parse(["--only", "llama,seq2seq:t5"])) == ["llama", "seq2seq:t5"]
+    assert not any(":" in name for name in cut.choose(cut.parse([])))
+    with pytest.raises(SystemExit, match="nonsense is not among the"):
+        cut.choose(cut.parse(["--only", "nonsense"]))
 
 
 def test_one_type_passes_all_columns():
@@ -176,10 +174,3 @@ def test_a_wrong_gradient_of_a_cut_fails():
     trial.wrapped = forgetful.__get__(trial)
     with pytest.raises((ArithmeticError, RuntimeError)):
         CUT_COLUMNS["microbatches"](trial)
-
-
-def test_options_choose_the_types():
-    assert cut.choose(cut.parse(["--only", "llama,seq2seq:t5"])) == ["llama", "seq2seq:t5"]
-    assert not any(":" in name for name in cut.choose(cut.parse([])))
-    with pytest.raises(SystemExit, match="nonsense is not among the"):
-        cut.choose(cut.parse(["--only", "nonsense"]))

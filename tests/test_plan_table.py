@@ -22,23 +22,17 @@ plan_table, tried_table = program("plan_table"), program("tried_table")
 STORED = json.loads((DOCS / "data" / "plans.json").read_text(encoding="utf-8"))
 
 
-def test_the_table_has_every_model_and_training():
+def test_the_table_has_every_model_and_training_and_its_numbers_are_those_of_the_machines():
+    """Weights of 2 bytes, gradients, masters and two moments of 4: 18 bytes; 10 with 8 bits; adapters leave 2."""
     assert STORED.keys() == plan_table.MODELS.keys()
     assert all(tuple(trainings) == plan_table.TRAININGS for trainings in STORED.values())
     for name, trainings in STORED.items():
         stated = float(name.rpartition(" ")[2].removesuffix("B"))
         assert all(abs(found["parameters"] / 1e9 / stated - 1) < 0.25 for found in trainings.values())
-
-
-def test_all_weights_need_eighteen_bytes_each_on_the_host_and_their_activations():
-    """Weights of 2 bytes, gradients, masters and two moments of 4: 18 bytes; 10 with 8 bits; adapters leave 2."""
     for trainings in STORED.values():
         for name, each in zip(plan_table.TRAININGS, (18, 10, 2), strict=True):
             found = trainings[name]
             assert each * found["parameters"] < found["host bytes"] < (each + 1.7) * found["parameters"] + 6e9
-
-
-def test_a_faster_machine_takes_less_time_and_a_larger_one_holds_what_a_smaller_one_does():
     for trainings in STORED.values():
         for found in trainings.values():
             machines = [found["machines"][size] for size in plan_table.MACHINES]

@@ -47,11 +47,17 @@ def test_its_python_runs_when_a_block_is_pasted_alone(pasted):
         assert lines[0] == lines[1]
 
 
-def test_its_links_lead_to_files():
+def test_its_links_lead_to_files_and_the_source_archive_holds_what_make_calls():
     linked = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
     assert len(linked) > 20
     assert [path for path in linked if not (ROOT / path).is_file()] == []
     assert len(README.splitlines()) <= 120  # it is read in a minute
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = pyproject["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    called = set(re.findall(r"(?<![\w/])(\.ci)/\w+", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    assert called == {".ci"}
+    assert {f"/{name}" for name in called} <= set(included)
+    assert [name for name in included if not (ROOT / name.lstrip("/")).exists()] == []
 
 
 def test_its_numbers_are_those_of_the_last_measurements():
@@ -79,15 +85,6 @@ def test_the_changelog_has_a_section_for_the_version_with_highlights():
     named = set(re.findall(r"`(\w+)(?:\(\w+\))?`", highlights))
     assert len(named) > 7
     assert [name for name in named if not hasattr(yobx_flatten, name) and not hasattr(roundpipe_runtime, name)] == []
-
-
-def test_the_source_archive_holds_what_make_calls():
-    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    included = pyproject["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    called = set(re.findall(r"(?<![\w/])(\.ci)/\w+", (ROOT / "Makefile").read_text(encoding="utf-8")))
-    assert called == {".ci"}
-    assert {f"/{name}" for name in called} <= set(included)
-    assert [name for name in included if not (ROOT / name.lstrip("/")).exists()] == []
 
 
 EXAMPLES = ROOT / "examples"

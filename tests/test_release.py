@@ -17,10 +17,17 @@ METADATA = (
 )
 
 
-def test_a_complete_wheel_and_source_archive_pass():
+def test_complete_archives_pass_and_a_command_that_fails_ends_the_check_with_what_it_printed(tmp_path):
     assert wrong_in_wheel([*SOURCES, *INFO], SOURCES) == []
     assert wrong_in_sdist(SDIST, SOURCES) == []
     assert wrong_in_metadata(METADATA) == []
+    assert release_check.run("echo", "done", cwd=tmp_path) == "done\n"
+    with pytest.raises(SystemExit, match=r"ls no-such-file failed:\n.*no-such-file"):
+        release_check.run("ls", "no-such-file", cwd=tmp_path)
+    assert release_check.interpreter("3.999") is None
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = release_check.interpreter(version)
+    assert found is None or version in subprocess.run([found, "--version"], capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize(
@@ -58,16 +65,3 @@ def test_a_source_archive_with_leftovers_is_refused(name):
 )
 def test_metadata_that_an_index_cannot_show_are_refused(text, reason):
     assert wrong_in_metadata(text) == [reason]
-
-
-def test_a_command_that_fails_ends_the_check_with_what_it_printed(tmp_path):
-    assert release_check.run("echo", "done", cwd=tmp_path) == "done\n"
-    with pytest.raises(SystemExit, match=r"ls no-such-file failed:\n.*no-such-file"):
-        release_check.run("ls", "no-such-file", cwd=tmp_path)
-
-
-def test_a_python_that_is_missing_is_not_found():
-    assert release_check.interpreter("3.999") is None
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    found = release_check.interpreter(version)
-    assert found is None or version in subprocess.run([found, "--version"], capture_output=True, text=True).stdout

@@ -29,15 +29,12 @@ def test_a_model_is_simulated():
 _ROOT = Path(__file__).parents[2]
 
 
-def test_every_test_of_the_runtime_is_in_one_part():
+def test_every_test_of_the_runtime_is_in_one_part_and_the_table_counts():
     found = []
     for names in PARTS.values():
         for path in (_ROOT / name for name in names):
             found += [path] if path.is_file() else list(path.rglob("test_*.py"))
     assert sorted(found) == sorted((_ROOT / "tests" / "runtime").rglob("test_*.py"))
-
-
-def test_the_table_counts_what_passed_is_listed_and_failed():
     rows = table(
         {
             "engine late 1": {"passed": 5, "listed": 2, "skipped": 1, "failed": []},

@@ -89,13 +89,17 @@ def test_copies_of_pinned_memory_take_place_when_their_stream_comes_to_them_and_
     assert (before, host.tolist()) == ([0] * 1000, [1] * 1000)
 
 
-def test_nothing_runs_until_the_host_waits():
+def test_nothing_runs_until_the_host_waits_where_an_error_of_a_kernel_comes():
     there = torch.ones(4, device=DEVICE)
     for _ in range(5):
         there = there + 1
     assert late.pending(0) >= 6
     assert there.cpu().tolist() == [6] * 4
     assert late.pending(0) == 0
+    found = torch.ones(4, device=DEVICE).index_select(0, torch.tensor([9], device=DEVICE))
+    with pytest.raises((IndexError, RuntimeError), match="index out of range"):
+        found.cpu()
+    assert torch.ones(2, device=DEVICE).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -205,13 +209,6 @@ def test_no_work_begins_before_the_host_has_given_it():
     end = time.perf_counter()
     second.synchronize()
     assert 0.02 <= first.elapsed_time(second) / 1e3 <= end - begin
-
-
-def test_an_error_of_a_kernel_comes_where_the_host_waits():
-    found = torch.ones(4, device=DEVICE).index_select(0, torch.tensor([9], device=DEVICE))
-    with pytest.raises((IndexError, RuntimeError), match="index out of range"):
-        found.cpu()
-    assert torch.ones(2, device=DEVICE).tolist() == [1, 1]
 
 
 def test_kernels_are_those_of_the_cpu():

@@ -105,15 +105,7 @@ def test_weights_that_are_not_proved_are_refused(make, said):
         check_copyable(model_with(make()))
 
 
-def test_other_classes_are_taken():
-    plain = nn.Parameter(torch.ones(2, 2))
-    plain.mask = torch.ones(2)
-    stated = quantized(blocksize=64, kind="nf4", none=None, empty=SimpleNamespace(bits=4))
-    for weight in (plain, stated, two(TwoTensor, trains=True), two(Sealed)):
-        check_copyable(model_with(weight))
-
-
-def test_a_layer_that_computes_otherwise_with_the_copy_is_refused():
+def test_a_layer_that_computes_otherwise_with_the_copy_is_refused_and_other_classes_are_taken():
     model = model_with(nn.Parameter(torch.ones(2, 2)))
     model[1] = Remembering(2, 2)
     model[1].weight = quantized(scale=torch.ones(2))
@@ -121,6 +113,11 @@ def test_a_layer_that_computes_otherwise_with_the_copy_is_refused():
     model[1].first = lambda: first
     with pytest.raises(ConfigError, match="with whose copy Remembering computes different values"):
         check_copyable(model)
+    plain = nn.Parameter(torch.ones(2, 2))
+    plain.mask = torch.ones(2)
+    stated = quantized(blocksize=64, kind="nf4", none=None, empty=SimpleNamespace(bits=4))
+    for weight in (plain, stated, two(TwoTensor, trains=True), two(Sealed)):
+        check_copyable(model_with(weight))
 
 
 def test_a_model_of_transformers_is_refused_before_it_runs():

@@ -46,7 +46,8 @@ def test_released_memory_is_poisoned_and_refused(device, dtype):
         device.use([copy])
 
 
-def test_memory_of_another_device_is_refused(device):
+def test_memory_of_another_device_is_refused_and_sparse_tensors_travel(device):
+    """They have no memory of one piece to watch: gradients of sparse embeddings come down all the same."""
     copy = VirtualDevice("virtual:1", check=True).copy_in(torch.zeros(2))
     with pytest.raises(UseAfterReleaseError, match="memory of virtual:1"):
         device.use([copy])
@@ -54,6 +55,12 @@ def test_memory_of_another_device_is_refused(device):
         device.copy_in(copy)
     with pytest.raises(UseAfterReleaseError, match="memory of virtual:1"):
         device.copy_out(copy)
+    sparse = torch.sparse_coo_tensor([[1]], [[2.0, 3.0]], (3, 2), check_invariants=True)
+    copy = device.copy_in(sparse)
+    back, event = device.copy_out(copy)
+    event.result()
+    device.release([copy])
+    assert torch.equal(back.to_dense(), sparse.to_dense())
 
 
 def test_a_copy_before_its_event_is_refused(device):
@@ -96,16 +103,6 @@ def test_what_names_no_device_is_refused(wrong):
         parse_devices(wrong)
     with pytest.raises(ConfigError, match="twice"):
         parse_devices([VirtualDevice("virtual:0")] * 2)
-
-
-def test_sparse_tensors_travel_through_a_checking_device(device):
-    """They have no memory of one piece to watch: gradients of sparse embeddings come down all the same."""
-    sparse = torch.sparse_coo_tensor([[1]], [[2.0, 3.0]], (3, 2), check_invariants=True)
-    copy = device.copy_in(sparse)
-    back, event = device.copy_out(copy)
-    event.result()
-    device.release([copy])
-    assert torch.equal(back.to_dense(), sparse.to_dense())
 
 
 @pytest.mark.parametrize(("source", "nbytes"), [

@@ -119,17 +119,14 @@ def test_the_last_user_closes_it_and_tensors_outlive_it(folder_on_disk):
     assert torch.equal(tensor, torch.arange(MIB))
 
 
-def test_a_full_disk_is_one_line(folder_on_disk, monkeypatch):
+def test_a_full_disk_is_one_line_and_an_error_of_the_disk_is_raised(folder_on_disk, monkeypatch, memory):
     """The file grows before anything is written into it: a mapped page without room would be a signal."""
-
-    memory = DiskMemory(folder_on_disk)
+    full = DiskMemory(folder_on_disk)
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     with pytest.raises(ConfigError, match=r"No space left on device\): 4\.\d+ MB more are needed.*\n.*disk:DIR"):
-        memory.copy(("a",), torch.ones(MIB))
-    memory.close()
-
-
-def test_an_error_of_the_disk_is_raised(memory, monkeypatch):
+        full.copy(("a",), torch.ones(MIB))
+    full.close()
+    monkeypatch.undo()
     tensor = memory.copy(("a",), torch.ones(MIB))
     monkeypatch.setattr(disk, "write_out", failing(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):  # noqa: PT012 # by either of the two

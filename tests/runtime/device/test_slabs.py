@@ -65,11 +65,6 @@ def test_every_tensor_has_a_place_of_its_own(sizes):
     assert sorted(seen) == list(range(len(sizes)))
 
 
-def test_a_slab_holds_small_tensors_after_a_large_one():
-    assert plan_slabs([6000, 2000, 100]) == [(8192, {0: 0, 1: 6016, 2: 8064})]
-    assert plan_slabs([5000, 4096]) == [(8192, {0: 0}), (4096, {1: 0})]
-
-
 def test_a_place_is_free_again_when_its_storage_is(plain_memory):
     memory = PinnedMemory({"a": 24, "b": 8})
     like = torch.empty(3, 2)
@@ -107,6 +102,8 @@ def test_strides_and_dtypes_stay_and_what_does_not_fit_has_no_place():
     assert (found.dtype, found.shape, found.stride()) == (torch.bfloat16, (5, 3), (1, 5))
     for other in (torch.empty(4), torch.empty(6)[::2], torch.empty(1).expand(3)):
         assert PinnedMemory({0: 12}).empty_like(0, other) is None
+    assert plan_slabs([6000, 2000, 100]) == [(8192, {0: 0, 1: 6016, 2: 8064})]
+    assert plan_slabs([5000, 4096]) == [(8192, {0: 0}), (4096, {1: 0})]
 
 
 @pytest.fixture

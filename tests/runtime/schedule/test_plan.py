@@ -89,7 +89,7 @@ def test_wrong_plans_name_the_layer(run_type, forward, backward, message):
         ModelExecutePlan(forward, backward).check_valid(run_type, 4)
 
 
-def test_auto_makes_one_plan_per_model_and_keeps_one_that_is_as_good():
+def test_auto_makes_a_plan_per_model_keeps_one_that_is_as_good_and_asks_for_devices_and_memory():
     one, two = [LayerCost(1.0, 3.0)] * 6, [LayerCost(1.0, 3.0)] * 3
     plans = ModelExecutePlan.auto("fused", one, two, min_stages=2)
     plans[0].check_valid("train", 6)
@@ -99,9 +99,6 @@ def test_auto_makes_one_plan_per_model_and_keeps_one_that_is_as_good():
     assert ModelExecutePlan.auto("fused", wandered, min_stages=2, previous=first) == first
     heavy_tail = [*one[1:], LayerCost(8.0, 24.0)]
     assert ModelExecutePlan.auto("fused", heavy_tail, min_stages=2, previous=first) != first
-
-
-def test_auto_asks_the_model_for_devices_and_memory():
     costs = [LayerCost(1.0, 1.0, param_bytes=3, grad_bytes=3)] * 4
     pipeline = types.SimpleNamespace(num_devices=4, model_memory_limit=24e-9, layer_costs=lambda: costs)
     plan = ModelExecutePlan.auto("fused", pipeline)
@@ -207,14 +204,17 @@ def test_copies_of_the_head_fill_the_devices(layers, head, num_microbatch, least
     assert utilisation(1) < least
 
 
-def test_copies_that_gain_nothing_are_not_made():
-    """Of equal layers, and with one microbatch; other runs than fused ones have no stage to copy."""
+def test_copies_that_gain_nothing_are_not_made_and_many_uneven_layers_are_planned_in_time():
+    """Of equal layers, and with one microbatch; candidates for a hundred uneven layers are thinned out before."""
     equal, heavy = [LayerCost(1.0, 3.0)] * 8, [*[LayerCost(1.0, 3.0)] * 4, LayerCost(8.0, 24.0)]
     assert partition_and_copy("fused", [equal], min_stages=2, copies="auto")[1] == 1
     assert partition_and_copy("fused", [heavy], min_stages=4, copies="auto", num_microbatch=1)[1] == 1
     assert partition_and_copy("train", [heavy], min_stages=4, copies="auto")[1] == 1
     assert partition_and_copy("fused", [heavy], min_stages=4, copies="auto")[1] > 1
     assert partition_and_copy("fused", [heavy], min_stages=4, copies=9)[1] == 4
+    costs = [LayerCost(1 + i / 1000, 3 + i / 300) for i in range(100)]
+    (plan,) = partition("fused", [costs], min_stages=8)
+    assert utilisation(times_of(costs, plan), 8) > 0.8
 
 
 def best_by_trying(costs, devices):
@@ -283,13 +283,6 @@ def test_a_plan_in_use_stays_while_times_wander(costs, noise, devices):
     after = partition("fused", [wandered], min_stages=devices, previous=before)
     times = [_time(["fused"], [wandered], plan, devices, devices + 1, 1) for plan in (before, after)]
     assert after == before or times[1] <= 0.97 * times[0]
-
-
-def test_many_uneven_layers_are_planned_in_time():
-    """A hundred layers, all different: candidates are thinned out before each is simulated."""
-    costs = [LayerCost(1 + i / 1000, 3 + i / 300) for i in range(100)]
-    (plan,) = partition("fused", [costs], min_stages=8)
-    assert utilisation(times_of(costs, plan), 8) > 0.8
 
 
 def test_stages_in_use_that_no_longer_fit_are_replaced():

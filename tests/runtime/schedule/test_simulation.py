@@ -72,11 +72,16 @@ def test_steps_of_equal_length_follow_the_clock(num_devices, num_microbatch):
     assert result.time == makespan([1.0] * 5, num_devices, num_microbatch)
 
 
-def test_an_exact_step_waits_for_the_gradients():
+def test_an_exact_step_waits_for_the_gradients_and_a_device_without_overlap_does_one_thing_after_the_other():
     """One device, one stage: upload 2 s, compute 3 s, download 1 s; the second iteration begins after all of it."""
     exact = simulate([StageLoad(3.0, upload=20, download=10)], Machine(1, link=10.0), 1, iterations=2)
     assert [timed.start for timed in exact.steps] == [2.0, 8.0]
     assert exact.time == 12.0
+    load = StageLoad(3.0, upload=20, download=10, inputs=10, outputs=10)
+    result = simulate([load, load], Machine(1, link=10.0, down=20.0, overlaps=False), 2)
+    assert [timed.start for timed in result.steps] == [3.0, 7.5, 14.5, 19.0]
+    assert result.time == 23.0
+    assert result.links == [(2 * (20 + 2 * 10), 2 * (10 + 2 * 10))]
 
 
 @pytest.mark.parametrize(
@@ -119,26 +124,13 @@ def test_too_little_memory_is_said_before_anything_runs():
     assert (result.time, result.utilisation, result.peak_memory) == (0.0, 1.0, 0)
 
 
-def test_a_device_that_does_not_overlap_does_one_thing_after_the_other():
-    """Upload 2 s, then per microbatch in 1 s, compute 3 s, out 0.5 s; gradients at last, at another rate."""
-    load = StageLoad(3.0, upload=20, download=10, inputs=10, outputs=10)
-    result = simulate([load, load], Machine(1, link=10.0, down=20.0, overlaps=False), 2)
-    assert [timed.start for timed in result.steps] == [3.0, 7.5, 14.5, 19.0]
-    assert result.time == 23.0
-    assert result.links == [(2 * (20 + 2 * 10), 2 * (10 + 2 * 10))]
-
-
-def test_copies_of_a_stage_take_turns():
+def test_copies_of_a_stage_take_turns_and_their_gradients_cross_the_host():
     """A stage of 4 s on two of three devices: each has every second microbatch, and its own upload."""
     stages = [StageLoad(1.0), StageLoad(4.0, upload=10, download=10, copies=2)]
     result = simulate(stages, Machine(3, link=1e9), 4)
     ran = [(timed.step.device, timed.step.microbatch, timed.end) for timed in result.steps if timed.step.stage == 1]
     assert ran == [(1, 0, 5.0), (1, 2, 9.0), (2, 1, 6.0), (2, 3, 10.0)]
     assert result.links == [(0, 0), (10, 10), (10, 10)]
-
-
-def test_gradients_of_copies_cross_the_host():
-    """Two copies and three microbatches of 4 s; shares of 2 s down and up. The sum leaves when the last one came."""
     load = StageLoad(4.0, download=5, copies=2, share=20)
     result = simulate([load], Machine(2, link=10.0), 3)
     # microbatches 0 and 2 on device 0 until 8, their shares down until 6 and 10, the last one up until 12; the sum
@@ -244,9 +236,6 @@ def test_costs_are_guessed_from_the_layers():
     with torch.device("meta"):
         assert analytic_cost(nn.Linear(10_000, 10_000)).param_bytes == 4 * 10_000 * 10_001
     assert LayerCost(1.0, 2.0, 3, 4) + LayerCost(0.5, 0.25, 10, 20) == LayerCost(1.5, 2.25, 13, 24)
-
-
-def test_a_sequential_has_a_cost_per_child_and_any_other_module_one():
     assert len(layer_costs(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))) == 2
     assert len(layer_costs(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]))) == 1
     known = types.SimpleNamespace(layer_costs=lambda: [LayerCost(1.0)])

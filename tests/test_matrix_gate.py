@@ -58,16 +58,13 @@ def test_only_passed_is_as_good_as_passed(table, result, said, results):
     assert (found == []) if not said else said[0].format(column) in found
 
 
-def test_a_column_that_is_not_tried_states_why(results):
+def test_columns_and_types_without_a_result_are_worse_and_a_column_that_is_not_tried_states_why(results):
     found = results(llama={"built": OK, "onnx": {"ok": None}})
     recorded = results(llama={"built": OK, "onnx": FAILED})
     assert regressions(found, recorded, ["llama"]) == ["llama, onnx: was not tried: no reason is recorded"]
     with pytest.raises(ValueError, match="gpt2, onnx: a column that is not tried states why"):
         found.record("gpt2", {"onnx": {"ok": None, "why": ""}}, "state")
     assert "gpt2" not in found.types
-
-
-def test_a_chosen_column_and_type_without_a_result_are_worse(results):
     recorded = results(llama={"built": OK, "onnx": OK}, gpt2={"built": OK})
     found = results(llama={"built": OK})
     assert regressions(found, recorded, ["llama", "gpt2"]) == ["llama, onnx: was not run", "gpt2, built: was not run"]
@@ -78,12 +75,17 @@ def test_a_chosen_column_and_type_without_a_result_are_worse(results):
         assert regressions(results(llama={"built": OK, "onnx": result, "picture": result}), recorded, ["llama"]) == []
 
 
-def test_a_type_that_passed_and_is_absent_is_worse_unless_transformers_has_it_no_more(results):
+def test_types_that_are_absent_are_worse_if_they_were_chosen_and_are_there(results):
     gone = {"image:gone_model": {"built": OK}}
     recorded = results(llama={"built": OK}, gpt2={"built": OK}, opt={"built": FAILED}, **gone)
     verdict = judge(results(llama={"built": OK}), recorded, ["llama"], whole.parse(["--columns", "built"]))
     assert verdict.worse == ["gpt2: the type is there, and was not run"]
     assert verdict.notes == ["image:gone_model: the installed transformers has no such type"]
+    recorded = results(llama={"built": OK}, **{"seq2seq:t5": {"built": OK}})
+    found = results(llama={"built": OK})
+    few, every = cut.parse(["--columns", "built"]), cut.parse(["--columns", "built", "--all"])
+    assert judge(found, recorded, ["llama"], few).worse == []
+    assert judge(found, recorded, ["llama"], every).worse == ["seq2seq:t5: the type is there, and was not run"]
 
 
 @pytest.mark.parametrize(
@@ -100,14 +102,6 @@ def test_only_the_chosen_types_are_compared(typed, worse, results):
     options = whole.parse([*typed, "--columns", "built"])
     verdict = judge(results(llama={"built": OK}), recorded, ["llama"], options)
     assert [line.rpartition(": ")[0] for line in verdict.worse] == worse
-
-
-def test_the_cut_matrix_chooses_causal_types_unless_all_are_asked_for(results):
-    recorded = results(llama={"built": OK}, **{"seq2seq:t5": {"built": OK}})
-    found = results(llama={"built": OK})
-    few, every = cut.parse(["--columns", "built"]), cut.parse(["--columns", "built", "--all"])
-    assert judge(found, recorded, ["llama"], few).worse == []
-    assert judge(found, recorded, ["llama"], every).worse == ["seq2seq:t5: the type is there, and was not run"]
 
 
 def test_a_runtime_that_is_not_installed_is_worse_unless_its_columns_are_left_out(results, monkeypatch):

@@ -22,8 +22,13 @@ from yobx_flatten import DecodeSizes
 RECORDED = Path(__file__).parent.parent / "docs" / "data" / "cut-5.24.0.json"
 
 
-def test_a_kind_is_read_off_the_configuration_and_the_phases_of_a_recorded_cut(tmp_path, monkeypatch):
+def test_a_kind_is_read_off_the_configuration_and_the_logger_is_as_before_after_a_sample(tmp_path, monkeypatch):
     """What has no small configuration is a kind of its own."""
+    before = logging.root.manager.disable
+    assert quiet_sample(["a1", "a2", "b1"], lambda name: name[0], 2) == ["a1", "b1"]
+    with pytest.raises(ZeroDivisionError):
+        quiet_sample(["a"], lambda name: 1 / 0, 1)
+    assert logging.root.manager.disable == before
     for name, kind in [
         ("llama", ("causal",)),
         ("jamba", ("causal", "experts", "states")),
@@ -39,14 +44,6 @@ def test_a_kind_is_read_off_the_configuration_and_the_phases_of_a_recorded_cut(t
     assert kind_of("phi3", recorded) == ("causal",)
     monkeypatch.setattr("matrix.kinds.make_config", lambda name: 1 / 0)
     assert kind_of("llama") == ("causal", "not built")
-
-
-def test_the_logger_is_as_before_after_a_sample():
-    before = logging.root.manager.disable
-    assert quiet_sample(["a1", "a2", "b1"], lambda name: name[0], 2) == ["a1", "b1"]
-    with pytest.raises(ZeroDivisionError):
-        quiet_sample(["a"], lambda name: 1 / 0, 1)
-    assert logging.root.manager.disable == before
 
 
 def test_twenty_five_types_stand_for_every_kind_that_passed():
@@ -88,7 +85,8 @@ def test_a_model_goes_on_from_its_decode_inputs(name):
     assert len(go_on(model, kwargs, cache_of(kwargs), 4)) == 4
 
 
-def test_a_prompt_begins_with_a_picture():
+def test_a_prompt_begins_with_a_picture_and_positions_behind_it_are_inputs():
+    """Qwen2-VL keeps the difference of its last prompt; a program would hold it as a constant."""
     model = make_model("image:llava")
     _, length = picture_of(model, 2, torch.Generator().manual_seed(1))
     kwargs = decode(model, SIZES)
@@ -98,10 +96,6 @@ def test_a_prompt_begins_with_a_picture():
     for name in ("image:blip", "image:pi0"):
         with pytest.raises(NoCacheError):
             decode(make_model(name), SIZES)
-
-
-def test_positions_behind_a_picture_are_inputs_and_not_the_models_memory():
-    """Qwen2-VL keeps the difference of its last prompt; a program would hold it as a constant."""
     model = make_model("image:qwen2_vl")
     kwargs = decode(model, SIZES)
     # a picture of 2 x 2 parts takes 2 positions, so all that follows is 2 behind the number of tokens

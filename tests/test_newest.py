@@ -93,7 +93,7 @@ def few(monkeypatch, tmp_path):
     return planned, tmp_path / "newest.json"
 
 
-def test_all_steps_are_recorded_with_versions_and_what_no_table_knows(few, capsys):
+def test_all_steps_are_recorded_with_versions_and_a_failed_one_stops_no_other(few, capsys):
     _, path = few
     assert newest.main(["--only", "step"]) == 0
     assert not path.exists()  # some of the steps record nothing
@@ -110,9 +110,6 @@ def test_all_steps_are_recorded_with_versions_and_what_no_table_knows(few, capsy
     said = capsys.readouterr().out
     assert "[1/2] a step ..." in said
     assert "not in the tables, model types: x" in said
-
-
-def test_a_failed_step_ends_the_run_with_1_and_stops_no_other(few, capsys):
     planned, path = few
     planned[0] = program("1 / 0")
     assert newest.main([]) == 1
@@ -153,7 +150,7 @@ def test_tokens_that_differ_from_those_of_the_model_fail(monkeypatch, capsys):
     assert "ArithmeticError: found [[" in said[1]
 
 
-def test_a_class_that_is_not_flattened_is_listed_by_its_kind():
+def test_classes_and_model_types_that_no_table_knows_are_listed(monkeypatch, tmp_path):
     known = {row.cls for row in flattening_list()}
     assert {"transformers.cache_utils.DynamicLayer", "transformers.cache_utils.StaticCache"} <= known
     before = newest_unknown.unknown_classes(known)
@@ -163,9 +160,6 @@ def test_a_class_that_is_not_flattened_is_listed_by_its_kind():
     )
     assert "transformers.cache_utils.DynamicLayer" in found["cache layers"]
     assert "transformers.cache_utils.StaticCache" in found["caches"]
-
-
-def test_a_model_type_without_a_row_is_listed(monkeypatch, tmp_path):
     held = {"versions": {}, "way": "", "types": {"gpt2": {"columns": {}}}}
     (tmp_path / "matrix.json").write_text(json.dumps(held), encoding="utf-8")
     monkeypatch.setattr(newest_unknown, "recorded_file", lambda stem: tmp_path / "matrix.json")

@@ -266,7 +266,7 @@ def test_a_program_that_was_started_gets_signals():
         assert (started.wait(), started.stdout, started.stderr) == (0, "1\n2\n3\n", "")
 
 
-def test_a_program_runs_no_longer_than_it_is_needed():
+def test_a_program_runs_no_longer_than_it_is_needed_and_its_error_is_shown():
     with fresh_process.start("-c", "import time; time.sleep(60)") as started:
         pass
     assert started.returncode == -9
@@ -291,7 +291,7 @@ def test_a_program_that_hangs_is_killed(tmp_path):
 ROOT = conftest.LONG_TESTS.parents[1]
 
 
-def test_each_line_of_the_sorted_list_names_a_test_that_there_is():
+def test_each_line_of_the_sorted_list_names_a_test_that_is_an_extended_one(monkeypatch, tmp_path):
     lines, gone = conftest.LONG_TESTS.read_text(encoding="utf-8").splitlines(), []
     assert sorted(set(lines)) == lines
     for line in lines:
@@ -300,6 +300,12 @@ def test_each_line_of_the_sorted_list_names_a_test_that_there_is():
         if not re.search(rf"def {re.escape(function)}\(", text):
             gone.append(line)
     assert gone == [], "take these lines out of tests/long_tests.txt"
+    listed = tmp_path / "long_tests.txt"
+    listed.write_text("tests/test_a.py::test_long[1]\n", encoding="utf-8")
+    monkeypatch.setattr(conftest, "LONG_TESTS", listed)
+    items = [item_of("tests/test_a.py::test_long[1]"), item_of("tests/test_a.py::test_long[2]")]
+    conftest.pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(part=None)), items)
+    assert [item.marks for item in items] == [["extended"], []]
 
 
 def item_of(name):
@@ -322,12 +328,3 @@ def test_each_test_is_in_one_of_several_parts():
     assert sorted(itertools.chain(*parts)) == sorted(names)
     files = [{name[:-1] for name in part} for part in parts]
     assert all(not (one & other) for one, other in itertools.combinations(files, 2))
-
-
-def test_a_listed_test_is_an_extended_one(monkeypatch, tmp_path):
-    listed = tmp_path / "long_tests.txt"
-    listed.write_text("tests/test_a.py::test_long[1]\n", encoding="utf-8")
-    monkeypatch.setattr(conftest, "LONG_TESTS", listed)
-    items = [item_of("tests/test_a.py::test_long[1]"), item_of("tests/test_a.py::test_long[2]")]
-    conftest.pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(part=None)), items)
-    assert [item.marks for item in items] == [["extended"], []]

@@ -169,12 +169,6 @@ class Chooses(torch.nn.Module):
         return torch.cond(x.sum() > 0, self.one, self.other, (x,))
 
 
-def test_a_good_export_prints_no_log_of_torch(caplog):
-    """Sizes that the module refuses are tried, of which torch logs twenty lines; a value that decides has one line."""
-    assert export_program(Chooses(), (torch.ones(2, 5),)).report.ok
-    assert not [record.name for record in caplog.records if record.name.startswith("torch")]
-
-
 def test_the_functions_of_a_class_in_another_order_name_the_line_that_takes_them():
     class Box:
         def __init__(self, w, n):
@@ -187,11 +181,14 @@ def test_the_functions_of_a_class_in_another_order_name_the_line_that_takes_them
     unregister_class_flattening(Box)
 
 
-def test_only_near_names_of_types_are_proposed():
+def test_near_names_of_types_alone_are_proposed_and_a_good_export_prints_no_log_of_torch(caplog):
+    """Sizes that the module refuses are tried, of which torch logs twenty lines; a value that decides has one line."""
     for name in ("newcomer", "my-model", "checkpoint", "nosuchmodel"):
         with pytest.raises(InvalidArgumentError) as refused:
             export_folder(name, "out")
         assert "Did you mean" not in str(refused.value)
+    assert export_program(Chooses(), (torch.ones(2, 5),)).report.ok
+    assert not [record.name for record in caplog.records if record.name.startswith("torch")]
 
 
 LAYERS = [torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]

@@ -119,7 +119,7 @@ def test_a_random_order_runs_some_work_before(seed):
     assert len(set(pending())) > 1
 
 
-def test_the_host_cannot_read_memory_of_a_device():
+def test_the_host_cannot_read_memory_of_a_device_nor_mix_two():
     program = (
         "import ctypes, torch; from tests.accelerator import late\n"
         "there = torch.ones(4, device='late')\n"
@@ -129,9 +129,6 @@ def test_the_host_cannot_read_memory_of_a_device():
     assert done.returncode == -11
     *_, last = done.stderr.splitlines()
     assert last == "late: the host read or wrote memory of a device. Copy the tensor with .cpu() first."
-
-
-def test_tensors_of_two_devices_are_refused():
     here, there = torch.ones(2, device="late:0"), torch.ones(2, device="late:1")
     for other in (there, torch.ones(2)):
         with pytest.raises(RuntimeError, match="same device"):
@@ -211,7 +208,7 @@ def test_no_work_begins_before_the_host_has_given_it():
     assert 0.02 <= first.elapsed_time(second) / 1e3 <= end - begin
 
 
-def test_kernels_are_those_of_the_cpu():
+def test_a_device_computes_and_draws_as_the_cpu_does():
     host = torch.randn(3, 4)
     there = host.to(DEVICE)
     for compute in (
@@ -229,8 +226,6 @@ def test_kernels_are_those_of_the_cpu():
     ):
         torch.testing.assert_close(compute(there).cpu(), compute(host))
 
-
-def test_gradients_are_those_of_the_cpu():
     def gradients(device):
         torch.manual_seed(0)
         model = nn.Sequential(

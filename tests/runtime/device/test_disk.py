@@ -45,7 +45,8 @@ def test_a_copy_holds_the_numbers(memory, dtype):
         assert disk_of(tensor) is None
 
 
-def test_what_was_left_is_not_resident_and_is_read_again(memory):
+def test_what_was_left_is_read_again_also_by_a_kernel_without_the_request(memory, monkeypatch):
+    """Linux before 5.14 refuses the request: the file is read into the page cache instead."""
     tensor = memory.copy(("a",), torch.zeros(16 * MIB))
     before = resident()
     tensor.fill_(3.0)
@@ -59,9 +60,15 @@ def test_what_was_left_is_not_resident_and_is_read_again(memory):
     memory.leave([tensor])
     memory.settle()
     assert tensor.eq(4.0).all()
+    tensor = memory.copy(("a",), torch.arange(MIB))
+    memory.leave([tensor])
+    memory.settle()
+    monkeypatch.setattr(disk, "fetch", lambda start, end: False)
+    memory.fetch([tensor]).result()
+    assert torch.equal(tensor, torch.arange(MIB))
 
 
-def test_a_place_is_free_when_its_tensor_is_gone(memory):
+def test_a_place_is_free_when_its_tensor_is_gone_and_groups_pass_one_after_the_other(memory):
     first = memory.copy(("a",), torch.ones(3000))
     assert list(memory.folder.iterdir()) == []  # so nothing is left when the process is killed
     assert memory.nbytes >= first.nbytes
@@ -71,16 +78,11 @@ def test_a_place_is_free_when_its_tensor_is_gone(memory):
     del first
     assert memory.copy(("a",), torch.full((3000,), 3.0)).data_ptr() == address
     assert second.eq(2.0).all()
-
-
-def test_a_kernel_without_the_request_reads_ahead_too(memory, monkeypatch):
-    """Linux before 5.14 refuses it: the file is read into the page cache instead."""
-    tensor = memory.copy(("a",), torch.arange(MIB))
-    memory.leave([tensor])
-    memory.settle()
-    monkeypatch.setattr(disk, "fetch", lambda start, end: False)
-    memory.fetch([tensor]).result()
-    assert torch.equal(tensor, torch.arange(MIB))
+    tensors = [memory.copy(("a", number), torch.full((MIB,), float(number))) for number in range(5)]
+    groups = in_groups([*tensors, torch.full((3,), 5.0)], nbytes=8 * MIB)
+    assert list(map(len, groups)) == [2, 2, 2]
+    seen = [tensor.mean().item() for number in passing(groups, written=False) for tensor in groups[number]]
+    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_threads_may_leave_what_others_use(memory):
@@ -133,14 +135,6 @@ def test_a_full_disk_is_one_line_and_an_error_of_the_disk_is_raised(folder_on_di
         memory.leave([tensor])
         memory.settle()
     monkeypatch.undo()
-
-
-def test_groups_pass_one_after_the_other(memory):
-    tensors = [memory.copy(("a", number), torch.full((MIB,), float(number))) for number in range(5)]
-    groups = in_groups([*tensors, torch.full((3,), 5.0)], nbytes=8 * MIB)
-    assert list(map(len, groups)) == [2, 2, 2]
-    seen = [tensor.mean().item() for number in passing(groups, written=False) for tensor in groups[number]]
-    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize("host", ["disk", "disk:", "ssd:/tmp", None])

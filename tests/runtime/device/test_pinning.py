@@ -121,10 +121,6 @@ def test_pages_are_registered_once_and_given_back_with_the_model(devices, cuda):
     assert all(start % 4096 == 0 and nbytes % 4096 == 0 for start, nbytes in cuda.registered)
     del model
     assert cuda.registered == []
-
-
-def test_pages_that_are_registered_already_are_done(devices, cuda):
-    """Error 712; any other error is one."""
     cuda.status = 712
     PinnedModel(nn.Linear(4, 4), "register", devices)
     cuda.status = 2

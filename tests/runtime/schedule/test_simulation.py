@@ -245,7 +245,7 @@ def test_costs_are_guessed_from_the_layers():
             layer_costs(model)
 
 
-def test_measured_times_replace_the_guess_and_scale_the_rest():
+def test_measured_times_replace_the_guess_and_the_share_of_quick_layers_is_known():
     """Layer 0 was guessed 2 and takes 10 s, so a layer guessed 1 is taken to need 5 s."""
     costs = MeasuredCosts([LayerCost(2.0, 6.0, 8, 9), LayerCost(1.0, 3.0)])
     assert costs.costs()[0].forward == 2.0
@@ -258,10 +258,6 @@ def test_measured_times_replace_the_guess_and_scale_the_rest():
     costs.record(0, "forward", 10.0)
     costs.record(0, "forward", 60.0)
     assert costs.costs()[0].forward == pytest.approx(20.0)
-
-
-def test_the_share_of_quick_layers_is_known_once_measured():
-    """By the least of the last 8 forwards: not by what has not run, by backwards, or by a small batch long ago."""
     costs = MeasuredCosts([LayerCost(1.0, 3.0)] * 3)
     assert costs.share_below(1.0) == 0.0
     costs.record(0, "forward", 0.25)

@@ -159,7 +159,7 @@ def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, columns):
     assert max(map(len, capsys.readouterr().out.splitlines())) <= min(columns, 120)
 
 
-def test_every_second_of_a_device_is_one_of_three():
+def test_every_second_of_a_device_is_one_of_three_and_stages_are_listed_slowest_first():
     records = [
         Record(0, -1, "a", "upload", 0.0, 2.0, 0),
         Record(0, 0, "a", "forward", 1.0, 4.0, 0),
@@ -172,9 +172,6 @@ def test_every_second_of_a_device_is_one_of_three():
     (overlapping,) = device_totals([Record(0, 0, "a", "forward", 0.0, 3.0), Record(0, 0, "a", "loss", 1.0, 2.0)])
     assert overlapping.busy == 3.0
     assert device_totals([]) == stage_totals([]) == []
-
-
-def test_stages_are_listed_slowest_first():
     records = [
         Record(0, -1, "a", "upload", 0.0, 9.0, 0),
         Record(0, 0, "a", "forward", 9.0, 10.0, 0),

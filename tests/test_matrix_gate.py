@@ -88,20 +88,13 @@ def test_types_that_are_absent_are_worse_if_they_were_chosen_and_are_there(resul
     assert judge(found, recorded, ["llama"], every).worse == ["seq2seq:t5: the type is there, and was not run"]
 
 
-@pytest.mark.parametrize(
-    ("typed", "worse"),
-    [
-        ([], ["gpt2", "image:llava"]),
-        (["--only", "llama"], []),
-        (["--only", "image:,llama"], ["image:llava"]),
-        (["--sample", "1"], []),
-    ],
-)
-def test_only_the_chosen_types_are_compared(typed, worse, results):
+def test_only_the_chosen_types_are_compared(results):
     recorded = results(llama={"built": OK}, gpt2={"built": OK}, **{"image:llava": {"built": OK}})
-    options = whole.parse([*typed, "--columns", "built"])
-    verdict = judge(results(llama={"built": OK}), recorded, ["llama"], options)
-    assert [line.rpartition(": ")[0] for line in verdict.worse] == worse
+    chosen = {"": ["gpt2", "image:llava"], "--only llama": [], "--only image:,llama": ["image:llava"], "--sample 1": []}
+    for typed, worse in chosen.items():
+        options = whole.parse([*typed.split(), "--columns", "built"])
+        verdict = judge(results(llama={"built": OK}), recorded, ["llama"], options)
+        assert [line.rpartition(": ")[0] for line in verdict.worse] == worse
 
 
 def test_a_runtime_that_is_not_installed_is_worse_unless_its_columns_are_left_out(results, monkeypatch):

@@ -111,28 +111,24 @@ def test_no_code_goes_around_it(package, rule, allowed):
     assert found == {name for name in allowed if name.startswith(f"{package.__name__}/")}
 
 
-@pytest.mark.parametrize(
-    ("rule", "source", "is_found"),
-    [
-        (reads, "open(path)", True),
-        (reads, "with path.open(encoding='utf-8') as file: pass", True),
-        (reads, "os.open(path, os.O_RDONLY)", True),
-        (reads, "path.read_text(encoding='utf-8')", True),
-        (reads, "onnx.load(str(path), load_external_data=False)", True),
-        (reads, "load_file(path)", True),
-        (reads, "open(path, 'w')", False),
-        (reads, "self._line.open()", False),
-        (reads, "open_regular(path, failure=DamagedFileError)", False),
-        (reads, "json.loads(text)", False),
-        (writes, "path.write_text('x')", True),
-        (writes, "with path.open(mode='ab') as file: pass", True),
-        (writes, "save_file(tensors, path)", True),
-        (writes, "os.replace(one, other)", True),
-        (writes, "torch.save(state, path)", True),
-        (writes, "open(path, 'rb')", False),
-        (writes, "text.replace('a', 'b')", False),
-        (writes, "write_text(path, 'x')", False),
+FOUND = {
+    reads: [
+        "open(path)", "with path.open(encoding='utf-8') as file: pass", "os.open(path, os.O_RDONLY)", "load_file(path)",
+        "path.read_text(encoding='utf-8')", "onnx.load(str(path), load_external_data=False)",
     ],
-)
-def test_the_rules_see_what_reads_and_what_writes(rule, source, is_found):
-    assert finds(rule, source) == is_found
+    writes: [
+        "path.write_text('x')", "with path.open(mode='ab') as file: pass", "save_file(tensors, path)",
+        "os.replace(one, other)", "torch.save(state, path)",
+    ],
+}  # fmt: skip
+OTHERS = {
+    reads: [
+        "open(path, 'w')", "self._line.open()", "open_regular(path, failure=DamagedFileError)", "json.loads(text)",
+    ],
+    writes: ["open(path, 'rb')", "text.replace('a', 'b')", "write_text(path, 'x')"],
+}  # fmt: skip
+
+
+def test_the_rules_see_what_reads_and_what_writes():
+    assert [source for rule, sources in FOUND.items() for source in sources if not finds(rule, source)] == []
+    assert [source for rule, sources in OTHERS.items() for source in sources if finds(rule, source)] == []

@@ -34,12 +34,6 @@ def run(*arguments, **options):
     return fresh_process.run("-m", "yobx_flatten", *arguments, check=False, **options)
 
 
-def test_the_terminal_breaks_the_lines_of_the_help():
-    """Lines of a docstring would stay, each with a rest below it where the window is narrower."""
-    for command in app.registered_commands:
-        assert "\n" not in command.help.replace("\n\n", "")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -142,15 +136,14 @@ def test_bench_lists_what_there_is(capsys):
 
 
 @pytest.mark.parametrize("name", ["bench", "matrix"])
-def test_the_help_of_an_installed_copy_leaves_them_out(name, monkeypatch):
-    monkeypatch.setattr(app_file, "clone", lambda: None)
-    installed = app_file._app()
+def test_an_installed_copy_says_that_the_repository_is_needed_and_its_help_leaves_them_out(
+    name, monkeypatch, capsys, tmp_path
+):
+    with monkeypatch.context() as patched:
+        patched.setattr(app_file, "clone", lambda: None)
+        installed = app_file._app()
     assert f" {name} " not in CliRunner().invoke(installed, ["--help"]).output
     assert f"### {name}" not in reference(installed)
-
-
-@pytest.mark.parametrize("name", ["bench", "matrix"])
-def test_an_installed_copy_says_that_the_repository_is_needed(name, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(app_file, "__file__", str(tmp_path / "site-packages" / "yobx_flatten" / "cli" / "x.py"))
     assert main([name]) == 2
     assert "is part of the repository, not of the installed package" in capsys.readouterr().err
@@ -160,9 +153,16 @@ def test_the_module_is_the_command_in_a_fresh_process():
     shown = run("--version")
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"yobx_flatten {__version__}\n", "")
     assert run().returncode == 2
+    shown = run("matrix", "--columns", "no_such_column")
+    assert shown.returncode == 2
+    assert "no_such_column" in shown.stderr
+    asked = {"_YOBX_FLATTEN_COMPLETE": "complete_bash", "COMP_WORDS": "yobx-flatten e", "COMP_CWORD": "1"}
+    assert run(env={**os.environ, **asked}).stdout.split() == ["export", "explain", "env"]
 
 
 def test_the_guide_has_every_command_and_option():
+    """Lines of a docstring would stay in the help, each with a rest below it where the window is narrower."""
+    assert [command.name for command in app.registered_commands if "\n" in command.help.replace("\n\n", "")] == []
     written = reference(app)
     assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
     rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]
@@ -170,25 +170,11 @@ def test_the_guide_has_every_command_and_option():
     assert "| `--to` | Write ONNX files or torch.export programs. Default: `onnx`. |" in written
 
 
-def test_matrix_hands_its_arguments_on():
-    shown = run("matrix", "--columns", "no_such_column")
-    assert shown.returncode == 2
-    assert "no_such_column" in shown.stderr
-
-
 def test_a_reader_that_goes_away_is_no_error():
     root = pathlib.Path(__file__).parent
     command = f"{sys.executable} -m yobx_flatten list --json | head -n 1"
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=root, timeout=240)
     assert (shown.stdout, shown.stderr) == ("[\n", "")
-
-
-def test_completion_is_offered():
-    asked = {"_YOBX_FLATTEN_COMPLETE": "complete_bash", "COMP_WORDS": "yobx-flatten e", "COMP_CWORD": "1"}
-    import os
-
-    shown = run(env={**os.environ, **asked})
-    assert shown.stdout.split() == ["export", "explain", "env"]
 
 
 # clears the screen, sets the title, a bell, a line that covers another one, C1, and text that reads backwards
@@ -212,15 +198,12 @@ def test_names_in_a_file_are_spelled_out(tmp_path):
 
 
 @pytest.mark.parametrize("error", [UserError(ATTACK), ValueError(ATTACK), FileNotFoundError(2, "no file", ATTACK)])
-def test_errors_are_spelled_out(error, capsys):
+def test_errors_tables_and_json_are_spelled_out(error, capsys):
     error.add_note(ATTACK)
     explain_failure(error, debug=False)
     shown = capsys.readouterr().err
     assert obeyed(shown) == []
     assert SHOWN in shown
-
-
-def test_tables_and_json_are_spelled_out(capsys):
     table(["name", "value"], [[ATTACK, "1"]])
     assert obeyed(capsys.readouterr().out) == []
     say_json({"name": ATTACK})
@@ -231,8 +214,7 @@ def test_tables_and_json_are_spelled_out(capsys):
 
 def test_other_text_stays():
     text = "Grüße\t日本語\nไทย 🙂\u200d\u200f"
-    assert printable(text) == text
-    assert printable("a\r\nb") == "a\nb"
+    assert (printable(text), printable("a\r\nb")) == (text, "a\nb")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -322,27 +304,20 @@ def test_a_command_that_is_terminated_in_its_imports_prints_a_line(package, argv
     assert done.stderr == f"{argv[0]}: terminated, nothing was written\n"
 
 
-def test_the_handler_is_put_back():
+def test_the_handler_is_put_back_and_one_of_the_program_or_of_a_fork_stays():
+    """A server that runs a command in its process has its own way to end; so has a pool, which waits for a status."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Terminated), terminable():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_handler_of_the_program_stays():
-    """A server that runs a command in its process has its own way to end."""
     seen = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
         with terminable():
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen == [signal.SIGTERM]
-
-
-def test_a_fork_ends_as_it_did():
-    """Its parent ends it, as pools of workers do, and waits for its status."""
     with terminable():
         child = os.fork()
         if not child:
@@ -354,16 +329,13 @@ def test_a_fork_ends_as_it_did():
 ROWS = [["a", "first[0]", "1.5"], ["b", "second one", "-"]]
 
 
-def test_a_table_has_columns_where_its_longest_words_fit_side_by_side(monkeypatch, capsys):
+def test_a_table_has_columns_where_its_longest_words_fit_and_rows_of_several_lines_elsewhere(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
     table(["name", "what", "MB"], ROWS)
     heading, rule, *rows = capsys.readouterr().out.splitlines()
     assert set(rule.strip()) == {"─"}
     assert [line.split() for line in (heading, *rows)] == [["name", "what", "MB"], *(" ".join(r).split() for r in ROWS)]
     assert heading.index("what") == rows[0].index("first[0]") == rows[1].index("second")
-
-
-def test_a_row_takes_several_lines_where_they_do_not_fit(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "14")
     table(["name", "what", "MB"], ROWS)
     assert capsys.readouterr().out.splitlines() == ["a  first[0]", "    MB: 1.5", "b  second one"]
@@ -440,10 +412,5 @@ def test_work_goes_on_when_its_reader_has_ended(tmp_path):
     assert (tmp_path / "done").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "is_name"),
-    [("my_inputs:make", True), ("C:/models", False), ("llama", False)],
-    ids=lambda value: str(value),
-)
-def test_a_drive_is_not_the_module_of_an_object(text, is_name):
-    assert is_object_name(text) is is_name
+def test_a_drive_is_not_the_module_of_an_object():
+    assert [is_object_name(text) for text in ("my_inputs:make", "C:/models", "llama")] == [True, False, False]

@@ -54,7 +54,10 @@ def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, ca
     assert "Load:" not in shown
 
 
-def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, capsys, monkeypatch):
+def test_a_missing_library_and_an_output_that_cannot_be_a_folder_are_refused(tmp_path, capsys, monkeypatch):
+    (tmp_path / "taken").touch()
+    assert main(["demo", "--output", str(tmp_path / "taken")]) == 2
+    assert f"{tmp_path / 'taken'}: it cannot be written: taken is not a folder" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else name)
     assert main(["demo", "--output", str(tmp_path / "made")]) == 2
     shown = capsys.readouterr().err
@@ -62,12 +65,6 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, 
     assert f"the demo needs onnx, onnxscript and onnxruntime, which are not installed: {line}" in shown
     assert shown.count("\n") == 1
     assert not (tmp_path / "made").exists()
-
-
-def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, capsys):
-    (tmp_path / "taken").touch()
-    assert main(["demo", "--output", str(tmp_path / "taken")]) == 2
-    assert f"{tmp_path / 'taken'}: it cannot be written: taken is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("made", "left"), [(0, "nothing was written"), (1, "llama.onnx in {} is complete")])
@@ -91,14 +88,11 @@ def test_ctrl_c_says_what_is_there(made, left, tmp_path, capsys, monkeypatch):
 
 
 def test_decode_inputs_are_made_of_the_tokens_given():
-    model, tokens = make_model("mistral"), torch.arange(10).reshape(2, 5)
-    made = decode_inputs(model, DecodeSizes(batch=2, past=3, new=2), tokens=tokens)
+    model, tokens, sizes = make_model("mistral"), torch.arange(10).reshape(2, 5), DecodeSizes(batch=2, past=3, new=2)
+    made = decode_inputs(model, sizes, tokens=tokens)
     assert made["input_ids"].tolist() == [[3, 4], [8, 9]]
     with torch.no_grad():
         expected = cache_of(model(input_ids=tokens[:, :3], use_cache=True))
     torch.testing.assert_close(cache_of(made).layers[1].keys, expected.layers[1].keys)
-
-
-def test_tokens_of_another_shape_are_refused():
     with pytest.raises(FlattenError, match=r"tokens has shape \(2, 4\), but batch 2, past 3, new 2 needs \(2, 5\)"):
-        decode_inputs(make_model("mistral"), DecodeSizes(batch=2, past=3, new=2), tokens=torch.zeros(2, 4))
+        decode_inputs(model, sizes, tokens=torch.zeros(2, 4))

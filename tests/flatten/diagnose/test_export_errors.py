@@ -69,11 +69,19 @@ class Case:
     text: str
     module: torch.nn.Module
     args: Any
+    paths: tuple[str, ...] = ()
+    remedy: str = ""
     kwargs: Any = None
     shapes: Any = None
     call: Any = None
-    paths: tuple[str, ...] = ()
-    remedy: str = ""
+
+
+BATCH = {"x": {0: Dim("batch")}}
+OF_BOTH = {"x": {0: Dim("a")}, "y": {0: Dim("b")}}
+BY_VALUE = r"The code branches on the value of a tensor in forward, .*test_export_errors\.py:\d+"
+WAYS = "torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)"
+REGISTERS, CHECKS = "register(Opaque, children=['x'])", "check_inputs(module, args, kwargs)"
+WRITES = "dynamic_shapes=dynamic_shapes(args)"
 
 
 CASES = {
@@ -81,138 +89,107 @@ CASES = {
         r"takes no object of this class as input: y\['d'\]\[1\] is a .*Opaque\. Register it first:",
         Takes(),
         (X,),
+        ("y['d'][1]",),
+        REGISTERS,
         {"y": {"d": [X, Opaque()]}},
-        paths=("y['d'][1]",),
-        remedy="register(Opaque, children=['x'])",
     ),
     "unregistered output": Case(
         r"takes no object of this class as output: output\['a'\]\[1\] is a .*Opaque\. Register it first:",
         Returns(),
         (X,),
-        paths=("output['a'][1]",),
-        remedy="register(Opaque, children=['x'])",
+        ("output['a'][1]",),
+        REGISTERS,
     ),
     "an array": Case(
-        r"y is a numpy\.ndarray\. Pass a tensor instead:",
-        Takes(),
-        (X, numpy.zeros(2)),
-        paths=("y",),
-        remedy="torch.from_numpy(y)",
+        r"y is a numpy\.ndarray\. Pass a tensor instead:", Takes(), (X, numpy.zeros(2)), ("y",), "torch.from_numpy(y)"
     ),
     "a Dim that the code fixes": Case(
-        "batch should vary, but the code works for size 2 only",
-        Fixes(),
-        (X,),
-        shapes={"x": {0: Dim("batch")}},
-        paths=("batch",),
-        remedy="batch = 2",
+        "batch should vary, but the code works for size 2 only", Fixes(), (X,), ("batch",), "batch = 2", shapes=BATCH
     ),
     "a dynamic axis that the code fixes": Case(
         r"x\.shape\[0\] should vary, but the code works for size 2 only",
         Fixes(),
         (X,),
+        ("x.shape[0]",),
+        "Dim.AUTO  # instead of Dim.DYNAMIC",
         shapes={"x": {0: Dim.DYNAMIC}},
-        paths=("x.shape[0]",),
-        remedy="Dim.AUTO  # instead of Dim.DYNAMIC",
     ),
     "a Dim of size 1": Case(
-        "batch should vary, but has size 1 in the example",
-        Takes(),
-        (X[:1],),
-        shapes={"x": {0: Dim("batch")}},
-        paths=("batch",),
-        remedy="batch = 1",
+        "batch should vary, but has size 1 in the example", Takes(), (X[:1],), ("batch",), "batch = 1", shapes=BATCH
     ),
     "a branch on a size": Case(
         r"takes another branch for some sizes of batch \(x\.shape\[0\]\): the trace is valid where .*x\.shape\[0\] "
         r"<= 3",
         BySize(),
         (X,),
-        shapes={"x": {0: Dim("batch")}},
-        paths=("batch (x.shape[0])",),
-        remedy="batch = Dim('batch', max=3)",
+        ("batch (x.shape[0])",),
+        "batch = Dim('batch', max=3)",
+        shapes=BATCH,
     ),
     "two Dims that are one": Case(
         r"works only where b \(y\.shape\[0\]\) and a \(x\.shape\[0\]\) are equal",
         Adds(),
         (X, X + 1),
-        shapes={"x": {0: Dim("a")}, "y": {0: Dim("b")}},
-        paths=("b (y.shape[0])", "a (x.shape[0])"),
-        remedy="b = a",
+        ("b (y.shape[0])", "a (x.shape[0])"),
+        "b = a",
+        shapes=OF_BOTH,
     ),
     "two Dims that go together": Case(
         r"works only where b \(y\.shape\[0\]\) and a \(x\.shape\[0\]\) vary together",
         AddsShifted(),
         (X, torch.ones(3, 3)),
-        shapes={"x": {0: Dim("a")}, "y": {0: Dim("b")}},
-        paths=("b (y.shape[0])", "a (x.shape[0])"),
-        remedy="b = a + 1",
+        ("b (y.shape[0])", "a (x.shape[0])"),
+        "b = a + 1",
+        shapes=OF_BOTH,
     ),
     "a Dim whose range leaves the example out": Case(
         r"The example has size 2 where the Dim allows \[5, int_oo\]",
         Takes(),
         (X,),
+        (),
+        'Dim("name", min=2)',
         shapes={"x": {0: Dim("b", min=5)}},
-        remedy='Dim("name", min=2)',
     ),
     "shapes with too few entries": Case(
         r"dynamic_shapes does not fit the inputs: y: list has 2 children",
         Takes(),
         (X, [X, X + 1]),
+        ("dynamic_shapes['y']",),
+        WRITES,
         shapes={"x": {0: Dim("a")}, "y": [{0: Dim("a")}]},
-        paths=("dynamic_shapes['y']",),
-        remedy="dynamic_shapes=dynamic_shapes(args)",
     ),
     "shapes for other names": Case(
         r"Missing: \['y'\]; unknown: \['z'\]",
         Takes(),
         (X,),
+        (),
+        "export_program(module, args, kwargs)  # writes them",
         {"y": X + 1},
         {"x": None, "z": None},
-        remedy="export_program(module, args, kwargs)  # writes them",
     ),
     "shapes of another rank": Case(
         r"x: expected one entry for each of the 2 axes",
         Takes(),
         (X,),
+        ("dynamic_shapes['x']",),
+        WRITES,
         shapes={"x": [Dim("a")]},
-        paths=("dynamic_shapes['x']",),
-        remedy="dynamic_shapes=dynamic_shapes(args)",
     ),
     "shapes that are no Dim": Case(
-        r"expected a Dim, .* found 3\.5",
-        Takes(),
-        (X,),
-        shapes={"x": {0: 3.5}},
-        paths=("dynamic_shapes['x']",),
-        remedy="dynamic_shapes=dynamic_shapes(args)",
+        r"expected a Dim, .* found 3\.5", Takes(), (X,), ("dynamic_shapes['x']",), WRITES, shapes={"x": {0: 3.5}}
     ),
-    "a decision by value": Case(
-        r"The code branches on the value of a tensor in forward, .*test_export_errors\.py:\d+",
-        ByValue(),
-        (X,),
-        remedy="torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)",
-    ),
-    "a number read from a tensor": Case(
-        r"The code branches on the value of a tensor in forward, .*test_export_errors\.py:\d+",
-        ByItem(),
-        (X.long(),),
-        remedy="torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)",
-    ),
+    "a decision by value": Case(BY_VALUE, ByValue(), (X,), remedy=WAYS),
+    "a number read from a tensor": Case(BY_VALUE, ByItem(), (X.long(),), remedy=WAYS),
     "a missing argument": Case(
-        "cannot be called with these args and kwargs: missing a required argument: 'x'",
-        Takes(),
-        (),
-        paths=("x",),
-        remedy="check_inputs(module, args, kwargs)",
+        "cannot be called with these args and kwargs: missing a required argument: 'x'", Takes(), (), ("x",), CHECKS
     ),
     "an unknown argument": Case(
         "cannot be called with these args and kwargs: got an unexpected keyword argument 'z'",
         Takes(),
         (X,),
+        ("z",),
+        CHECKS,
         {"z": X},
-        paths=("z",),
-        remedy="check_inputs(module, args, kwargs)",
     ),
     "args that are no tuple": Case(
         "args must be a tuple", Takes(), [X], paths=("args",), remedy="torch.export.export(module, (x,))"
@@ -221,48 +198,49 @@ CASES = {
         "x has another size along axis 0 than 2, which the program was exported for",
         Takes(),
         (X,),
+        ("x",),
+        "dynamic_shapes={'x': {0: Dim.AUTO}, ...}  # with an example of size 2 or more",
         call=(torch.ones(5, 3),),
-        paths=("x",),
-        remedy="dynamic_shapes={'x': {0: Dim.AUTO}, ...}  # with an example of size 2 or more",
     ),
     "called on the other side of a branch": Case(
         r"The program is valid only for x\.shape\[0\] <= 3",
         BySize(),
         (X,),
+        ("x",),
         shapes={"x": {0: Dim.AUTO}},
         call=(torch.ones(9, 3),),
-        paths=("x",),
     ),
     "called with another number": Case(
         "The program is valid only for y == 3: a number",
         Takes(),
         (X, 3),
+        ("y",),
+        "dynamic_shapes={'y': Dim.AUTO, ...}",
         call=(X, 4),
-        paths=("y",),
-        remedy="dynamic_shapes={'y': Dim.AUTO, ...}",
     ),
     "called with another structure": Case(
         r"exported for inputs of another structure:\nargs\[0\]\n    exported: a leaf\n    called:   list of 1",
         Takes(),
         (X,),
+        ("args[0]",),
         call=([X],),
-        paths=("args[0]",),
     ),
     "called with other keywords": Case(
         r"kwargs\['z'\] was not passed by keyword .* y is missing",
         Both(),
         (),
+        ("kwargs['z']",),
+        "program.module()(..., x=..., y=...)",
         {"x": X, "y": X + 1},
         call={"x": X, "z": X},
-        paths=("kwargs['z']",),
-        remedy="program.module()(..., x=..., y=...)",
     ),
     "called with None": Case(
         "could not check its inputs. Known causes: None instead of a tensor",
         Both(),
         (X, X + 1),
+        (),
+        "example.contiguous()",
         call=(X, None),
-        remedy="example.contiguous()",
     ),
 }
 
@@ -291,21 +269,23 @@ def test_what_torch_says_is_explained(case, strict):
     assert (explained.paths, explained.remedy) == (case.paths, case.remedy)
 
 
-@pytest.mark.parametrize("name", ["unregistered input", "unregistered output", "called with another structure"])
-def test_the_message_alone_is_explained_too(name):
+@pytest.mark.parametrize("name", ["unregistered input", "called with another structure", "a Dim that the code fixes"])
+def test_the_message_alone_and_a_log_with_it_are_explained_too(name):
     error, _ = raised_by(CASES[name], strict=False)
     explained = explain_error(error)
     assert explained.known
-    assert "Opaque" in explained.text or "args[0]" in explained.text
-    assert str(explain_error(str(error))) == str(explained)  # as a log has it
+    assert "Opaque" in explained.text or "args[0]" in explained.text or "batch" in explained.text
+    assert str(explain_error(str(error))) == str(explained)
+    assert str(explain_error(f"{FRAMES}{type(error).__name__}: {error}")) == str(explained)
 
 
-def test_a_slice_whose_strides_became_a_guard():
-    sliced = torch.ones(5, 9)[:, 2:6]
-    for strict in (False, True):
-        case = Case("", Takes(), (sliced,), shapes={"x": {0: Dim.AUTO, 1: Dim.AUTO}}, call=(torch.ones(5, 3),))
-        error, about = raised_by(case, strict)
-        assert "slice of a larger tensor" in str(explain_error(error, *about))
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_slice_whose_strides_became_a_guard(strict):
+    shapes = {"x": {0: Dim.AUTO, 1: Dim.AUTO}}
+    error, about = raised_by(
+        Case("", Takes(), (torch.ones(5, 9)[:, 2:6],), shapes=shapes, call=(torch.ones(5, 3),)), strict
+    )
+    assert "slice of a larger tensor" in str(explain_error(error, *about))
 
 
 def test_an_axis_that_is_not_there():
@@ -314,30 +294,6 @@ def test_an_axis_that_is_not_there():
     assert str(error) == "list assignment index out of range"
     assert "the specification names axis 5" in explain_error(error, *about).text
     assert not explain_error(error).known
-
-
-@dataclasses.dataclass
-class State:
-    x: torch.Tensor
-
-
-def test_a_program_that_outlives_a_registration():
-    register(State, backends="torch")
-    try:
-        program = export(Takes(), (X,), {"y": State(X + 1)})
-    finally:
-        unregister_class_flattening(State)
-    with pytest.raises(Exception, match=r"State|structure|TreeSpec") as raised:
-        program.module()(X, y=State(X))
-    explained = explain_error(raised.value, program, (X,), {"y": State(X)})
-    assert explained.known
-    assert "State" in explained.text
-
-
-def test_a_key_error_with_a_class_names_the_line():
-    explained = explain_error(KeyError(State))
-    assert explained.text.startswith("The program takes or returns a State, which is not registered (any more)")
-    assert explained.remedy == "register(State)"
 
 
 def test_a_cache_in_an_output():
@@ -364,23 +320,20 @@ def test_the_block_is_named_for_a_cache_that_is_not_there_to_be_looked_at():
     assert explain_error(caught.value).remedy == "with register_flattening_functions(patch_transformers=True): ..."
 
 
-def test_our_own_errors_explain_themselves():
-    explained = explain_error(DynamicShapesError("x: no"))
-    assert (explained.known, str(explained)) == (True, "x: no")
+FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\n    run(x)\n    ^^^^^^\n'
 
 
 @pytest.mark.parametrize(
     "error", [OSError("no space\nleft"), KeyError("a"), ValueError(), TypeError("too many positional")]
 )
-def test_what_is_not_known_is_called_unknown(error):
+def test_what_is_not_known_is_called_unknown_and_errors_of_ours_explain_themselves(error):
     explained = explain_error(error, Takes(), (X,))
     assert not explained.known
     first = str(error).split("\n")[0]
     assert explained.text.endswith(f"torch reports: {type(error).__name__}" + (f": {first}" if first else ""))
     assert (explained.paths, explained.remedy) == ((), "")
-
-
-FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\n    run(x)\n    ^^^^^^\n'
+    explained = explain_error(DynamicShapesError("x: no"))
+    assert (explained.known, str(explained)) == (True, "x: no")
 
 
 @pytest.mark.parametrize(
@@ -399,11 +352,6 @@ def test_a_log_that_is_not_known_is_named_by_its_error(log, first):
     explained = explain_error(log)
     assert not explained.known
     assert explained.text.split("\n")[0] == f"This error is unknown. torch reports: {first}"
-
-
-def test_a_log_with_a_known_error_is_explained():
-    error, _ = raised_by(CASES["a Dim that the code fixes"], strict=False)
-    assert str(explain_error(f"{FRAMES}{type(error).__name__}: {error}")) == str(explain_error(error))
 
 
 @dataclasses.dataclass
@@ -460,14 +408,19 @@ def test_the_old_tracer_looks_at_no_registration(exporter, tmp_path, pair_regist
     assert explained(call, AddsPair(), args).paths == ("pair",)
 
 
-def test_an_unflattened_program_that_is_called_where_nothing_is_registered(pair_registered):
-    """torch speaks of adapters; the line registers the class."""
+def test_a_program_that_is_called_where_nothing_is_registered_any_more(pair_registered):
+    """torch speaks of adapters where it was unflattened; the line registers the class."""
     args = (Pair(X, X),)
-    program = torch.export.unflatten(torch.export.export(AddsPair(), args))
+    program = export(AddsPair(), args)
+    unflattened = torch.export.unflatten(program)
     unregister_class_flattening(Pair)
-    explanation = explained(lambda: program(*args), program, args)
+    assert "Pair" in explained(lambda: program.module()(*args), program, args).text
+    alone = explain_error(KeyError(Pair))
+    assert alone.text.startswith("The program takes or returns a Pair, which is not registered (any more)")
+    assert alone.remedy == "register(Pair)"
+    explanation = explained(lambda: unflattened(*args), unflattened, args)
     assert (explanation.paths, explanation.remedy) == (("args[0]",), "register(Pair)")
-    assert "register_flattening_functions" in explained(lambda: program(X, X)).remedy
+    assert "register_flattening_functions" in explained(lambda: unflattened(X, X)).remedy
 
 
 def test_a_stored_program_that_cannot_be_read(tmp_path, pair_registered):

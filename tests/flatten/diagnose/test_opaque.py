@@ -1,31 +1,39 @@
-"""`find_unregistered` finds what torch does not flatten; `check_recipe` asks what torch.export will."""
+"""`find_unregistered`, `check_recipe`, `explain`, `compare_specs`: what torch does not flatten, and how trees differ."""
 
 import collections
 import dataclasses
+import textwrap
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy
 import pytest
 import torch
+import torch.utils._pytree as pytree
 import transformers
 from hypothesis import given
 from transformers import DynamicCache
 
 from tests import fresh_process
 from tests.flatten.core.test_compare import Trap
+from tests.modules import module_class
 from yobx_flatten import (
     InvalidArgumentError,
     InvalidRegistrationError,
     NotRegisteredError,
     RoundTripError,
     check_recipe,
+    compare_specs,
+    explain,
     find_unregistered,
     make_dynamic_cache,
+    register,
     register_class_flattening,
     register_flattening_functions,
     unregister_class_flattening,
 )
 from yobx_flatten.diagnose.checks import recipe_of
+from yobx_flatten.diagnose.comparison import compare_spec_texts
 from yobx_flatten.recipe.roundtrip import CHECKS
 from yobx_flatten.testing import recipe_tests
 
@@ -144,15 +152,6 @@ def test_the_text_names_place_class_size_and_line():
     )
 
 
-def test_a_cache_of_transformers_is_one_finding():
-    cache = DynamicCache()
-    for layer in range(3):
-        cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer)
-    (found,) = find_unregistered({"past_key_values": cache}, name="kwargs")
-    assert (found.path, found.tensors, found.nbytes) == ("kwargs['past_key_values']", 6, 6 * 96)
-    assert found.remedy == "with register_flattening_functions(patch_transformers=True): ..."
-
-
 def test_what_torch_takes_apart_is_not_found():
     tree = {"a": [X, (1, None)], "b": Pair(X, "s"), "c": Plain([1, [2]]), "d": print, "e": collections.deque([X])}
     assert paths({**tree, "f": [lambda: X, X.add_, Plain([lambda: X])]}) == []
@@ -182,55 +181,46 @@ def test_a_flatten_function_that_fails_says_where():
         unregister_class_flattening(Plain)
 
 
-def test_one_object_in_two_places_is_found_in_both():
-    shared = Plain([X])
+def test_one_object_in_two_places_is_found_in_both_and_a_tensor_in_two_counts_once():
+    shared = Plain([X, [X, X]])
     assert paths([shared, {"again": shared}]) == ["tree[0]", "tree[1]['again']"]
-
-
-def test_a_tensor_that_a_leaf_holds_twice_counts_once():
-    (found,) = find_unregistered(Plain([X, [X, X]]))
+    (found,) = find_unregistered(shared)
     assert (found.path, found.tensors, found.nbytes) == ("tree", 1, 24)
 
 
-def test_a_set_is_a_leaf_to_torch():
+def test_sets_and_modules_are_leaves_to_torch_and_nothing_of_an_object_runs():
     (found,) = find_unregistered([{X}])
     assert (found.cls, found.tensors) == (set, 1)
     assert "torch flattens lists, tuples and dicts: pass one of these" in str(found)
-
-
-def test_a_module_counts_with_its_parameters():
     found = find_unregistered({"m": torch.nn.Linear(2, 3)})[0]
     assert (found.path, found.tensors, found.nbytes) == ("tree['m']", 2, 36)
     assert "make it a submodule" in str(found)
-
-
-def test_nothing_of_the_object_runs():
     (found,) = find_unregistered([Trap()])
     assert found.path == "tree[0]"
     assert "It holds 1 tensor, 24 bytes" in str(found)
 
 
 @pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: Plain([inner])], ids=["list", "object"])
-def test_deep_nests_are_walked(wrap):
+def test_deep_nests_are_walked_and_a_list_that_holds_itself_ends(wrap):
+    """torch itself recurses until it fails."""
     tree = Plain([X])
     for _ in range(3000):
         tree = wrap(tree)
     assert len(paths(tree)) in (1, 3001)
+    around = [Plain([X])]
+    around.append(around)
+    assert paths(around) == ["tree[0]"]
 
 
-def test_a_list_that_holds_itself_ends():
-    """torch itself recurses until it fails."""
-    tree = [Plain([X])]
-    tree.append(tree)
-    assert paths(tree) == ["tree[0]"]
-
-
-def test_a_registered_cache_inside_an_object_is_left_alone():
-    cache = make_dynamic_cache([(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))])
-    outside = [found.path for found in find_unregistered(Plain([cache]))]
+def test_a_cache_is_one_finding_and_left_alone_where_it_is_registered():
+    cache = make_dynamic_cache([(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4)) for _ in range(3)])
+    (found,) = find_unregistered({"past_key_values": cache}, name="kwargs")
+    assert (found.path, found.tensors, found.nbytes) == ("kwargs['past_key_values']", 6, 6 * 96)
+    assert found.remedy == "with register_flattening_functions(patch_transformers=True): ..."
+    assert paths(Plain([cache])) == ["tree", "tree.a"]
     with register_flattening_functions(patch_transformers=True):
-        inside = [found.path for found in find_unregistered(Plain([cache]))]
-    assert (outside, inside) == (["tree", "tree.a"], ["tree"])
+        assert paths(Plain([cache])) == ["tree"]
+        check_recipe(DynamicCache, cache)
 
 
 @pytest.mark.parametrize("library", ["numpy", "jax.numpy"])
@@ -252,9 +242,6 @@ print(len(find_unregistered([a])), str(explain([a]))[:4])
 print(sorted({name.split(".")[0] for name in sys.modules} & {"jax", "transformers", "flax", "diffusers", "onnx"}))
 """
     assert fresh_process.run("-c", program).stdout == "1 tree\n[]\n"
-
-
-SAMPLE_X = torch.ones(2)
 
 
 class Bag:
@@ -281,13 +268,6 @@ def problem(sample, flatten=flatten, unflatten=unflatten):
     return ""
 
 
-def test_caches_pass():
-    cache = transformers.DynamicCache()
-    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
-    with register_flattening_functions(patch_transformers=True):
-        check_recipe(transformers.DynamicCache, cache)
-
-
 def test_a_class_that_torch_does_not_know_is_named():
     with pytest.raises(
         NotRegisteredError, match=r"does not know how to flatten .*Bag\. Register the class:\n    register"
@@ -295,16 +275,19 @@ def test_a_class_that_torch_does_not_know_is_named():
         check_recipe(Bag, Bag([]))
 
 
-def test_the_sample_must_be_of_the_class():
+def test_a_sample_of_another_class_and_a_recipe_of_torch_that_is_wrong_are_named():
+    """torch 2.13 itself gives a tuple for a `torch.Size`."""
     with pytest.raises(InvalidArgumentError, match=r"expected an instance of builtins\.list, found the tuple"):
         check_recipe(list, (1,))
     with pytest.raises(InvalidRegistrationError, match="expected a class as first argument"):
         check_recipe([1], [1])
+    with pytest.raises(RoundTripError, match="Size: f_unflatten returned a tuple instead of a Size"):
+        check_recipe(torch.Size, torch.Size([2, 3]))
 
 
 def test_a_tensor_in_the_static_part_is_found():
-    assert problem(Bag([], (1, {"a": [SAMPLE_X]}))).startswith(
-        "Bag: its tree spec cannot be stored in a saved program: Static data holds the Tensor tensor([1., 1.])"
+    assert problem(Bag([], (1, {"a": [X]}))).startswith(
+        f"Bag: its tree spec cannot be stored in a saved program: Static data holds the Tensor {X}"
     )
 
 
@@ -316,7 +299,7 @@ def test_a_tensor_made_by_unflatten_is_found_by_its_operator():
         bag.mask = torch.zeros(3)
         return bag
 
-    assert problem(Bag([SAMPLE_X]), unflatten=unflatten_with_a_mask).startswith(
+    assert problem(Bag([X]), unflatten=unflatten_with_a_mask).startswith(
         "Bag: f_unflatten must not make tensors, but calls torch.ops.aten.zeros.default. New tensors become "
         "constants of the program."
     )
@@ -331,7 +314,7 @@ def test_an_unflatten_that_looks_at_its_children_is_found():
         return bag
 
     assert "f_unflatten fails with placeholders instead of the children (AttributeError" in problem(
-        Bag([SAMPLE_X]), unflatten=unflatten_by_shape
+        Bag([X]), unflatten=unflatten_by_shape
     )
 
 
@@ -341,7 +324,7 @@ def test_containers_among_the_children_stay_what_they_are():
         (children,) = children
         return Bag([list(children)], static)
 
-    assert problem(Bag([[SAMPLE_X]]), unflatten=unflatten_of_a_list) == ""
+    assert problem(Bag([[X]]), unflatten=unflatten_of_a_list) == ""
 
 
 def test_static_data_that_does_not_hash_is_found():
@@ -364,24 +347,215 @@ def test_static_data_that_does_not_hash_is_found():
 
 # the registrations of torch itself, which a saved program relies on
 test_recipes = recipe_tests(
-    [SAMPLE_X, {"a": SAMPLE_X}],
-    (SAMPLE_X,),
-    collections.OrderedDict(a=SAMPLE_X),
-    collections.deque([SAMPLE_X]),
+    [X, {"a": X}],
+    (X,),
+    collections.OrderedDict(a=X),
+    collections.deque([X]),
 )
 
 
-def test_one_test_is_made_for_each_sample_and_check():
+def test_one_test_is_made_for_each_sample_and_check_and_fails_like_the_check():
     sizes = [len(mark.args[1]) for mark in test_recipes.pytestmark]
     assert sorted(sizes) == sorted([4, len(CHECKS)])
-
-
-def test_a_made_test_fails_like_the_check():
     with pytest.raises(NotRegisteredError):
         recipe_tests(Bag([]))(sample=Bag([]), check="comes back the same")
 
 
-def test_what_somebody_else_registered_is_checked_as_well():
-    """torch 2.13 itself gives a tuple for a `torch.Size`."""
-    with pytest.raises(RoundTripError, match="Size: f_unflatten returned a tuple instead of a Size"):
-        check_recipe(torch.Size, torch.Size([2, 3]))
+@dataclasses.dataclass
+class State:
+    hidden: object
+    step: int = dataclasses.field(default=1, metadata={"static": True})
+
+
+@pytest.fixture(autouse=True)
+def _state_is_registered():
+    register(State, backends="torch")
+    yield
+    unregister_class_flattening(State)
+
+
+class Opaque:
+    def __init__(self):
+        self.a, self.b = X, [X.long()]
+
+
+def drawn(tree, **options):
+    return str(explain(tree, **options))
+
+
+def lines(text):
+    return textwrap.dedent(text).strip("\n")
+
+
+def cache_of(layers):
+    made = transformers.DynamicCache()
+    for layer in range(layers):
+        made.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer)
+    return made
+
+
+def placed(differences):
+    return [(one.path, one.first, one.second) for one in differences]
+
+
+def test_containers_tensors_arrays_and_values():
+    array = numpy.zeros((2, 2), dtype="int32")
+    tree = {"s": State(X, 7), "w": array, "x": X.to(torch.bfloat16), "y": [1, None], "z": ("text", torch.float16)}
+    assert drawn(tree, name="kwargs") == lines("""
+        kwargs: dict of 5
+        ├─ ['s']: State, static [7]
+        │  └─ .hidden: float32[2, 3]
+        ├─ ['w']: numpy int32[2, 2]
+        ├─ ['x']: bfloat16[2, 3]
+        ├─ ['y']: list of 2
+        │  ├─ [0]: 1
+        │  └─ [1]: None
+        └─ ['z']: tuple of 2
+           ├─ [0]: 'text'
+           └─ [1]: torch.float16
+    """)
+
+
+def test_an_object_that_is_not_registered_is_marked_and_the_line_stands_below():
+    assert drawn([Opaque(), X, Opaque()]) == lines("""
+        tree: list of 3
+        ├─ [0]: ✗ Opaque, not registered: 2 tensors, 72 bytes
+        ├─ [1]: float32[2, 3]
+        └─ [2]: ✗ Opaque, not registered: 2 tensors, 72 bytes
+
+        ✗ Register it first:
+            register(Opaque, children=['a', 'b'])
+    """)
+
+
+def test_equal_layers_are_one_row_with_what_is_below_also_where_two_kinds_take_turns():
+    layers = [{"k": X, "v": X.long()} for _ in range(24)]
+    in_turn = {f"{kind}_{i}": X if kind == "key" else X[0] for i in range(3) for kind in ("key", "value")}
+    assert drawn({"a": layers, "b": [X, X], "c": [X, X, X, X.long(), X, X, X, X], "d": in_turn}) == lines("""
+        tree: dict of 4
+        ├─ ['a']: list of 24
+        │  └─ [0] … [23]: 24 × dict of 2
+        │     ├─ ['k']: float32[2, 3]
+        │     └─ ['v']: int64[2, 3]
+        ├─ ['b']: list of 2
+        │  ├─ [0]: float32[2, 3]
+        │  └─ [1]: float32[2, 3]
+        ├─ ['c']: list of 8
+        │  ├─ [0] … [2]: 3 × float32[2, 3]
+        │  ├─ [3]: int64[2, 3]
+        │  └─ [4] … [7]: 4 × float32[2, 3]
+        └─ ['d']: dict of 6
+           ├─ ['key_0'] … ['key_2']: 3 × float32[2, 3]
+           └─ ['value_0'] … ['value_2']: 3 × float32[3]
+    """)
+
+
+def test_a_cache_outside_and_inside_of_the_block():
+    cache = cache_of(4)
+    assert drawn({"past_key_values": cache}) == lines("""
+        tree: dict of 1
+        └─ ['past_key_values']: ✗ DynamicCache, not registered: 8 tensors, 768 bytes
+
+        ✗ Register it first:
+            with register_flattening_functions(patch_transformers=True): ...
+    """)
+    with register_flattening_functions(patch_transformers=True):
+        assert drawn({"past_key_values": cache}) == lines("""
+            tree: dict of 1
+            └─ ['past_key_values']: DynamicCache
+               ├─ ['key_0'] … ['key_3']: 4 × float32[1, 2, 3, 4]
+               └─ ['value_0'] … ['value_3']: 4 × float32[1, 2, 3, 4]
+        """)
+
+
+def test_rows_are_cut_at_the_width_and_an_object_that_holds_itself_ends():
+    text = drawn(["a" * 200], width=40)
+    assert max(map(len, text.split("\n"))) == 40
+    assert text.endswith("…")
+    tree = [1]
+    tree.append(tree)
+    assert drawn(tree).endswith("└─ [1]: … (the same object again)")
+
+
+def test_a_repr_that_fails_is_named():
+
+    class Shy:
+        def __repr__(self):
+            raise ValueError
+
+    register_class_flattening(Opaque, lambda o: ([o.a], Shy()), lambda children, _: Opaque(), None)
+    try:
+        assert "its __repr__ raised ValueError" in drawn(Opaque(), width=200)
+        assert drawn([Shy()], width=200).endswith("Shy, a leaf without tensors")
+    finally:
+        unregister_class_flattening(Opaque)
+
+
+def test_rows_tell_what_they_are():
+    drawing = explain({"x": X, "o": [Opaque()], "n": 1})
+    assert [(row.depth, row.label, row.kind) for row in drawing.rows] == [
+        (0, "tree", "node"),
+        (1, "['x']", "tensor"),
+        (1, "['o']", "node"),
+        (2, "[0]", "opaque"),
+        (1, "['n']", "value"),
+    ]
+    assert [found.path for found in drawing.unregistered] == ["tree['o'][0]"]
+    assert repr(drawing) == str(drawing)
+
+
+DIFFERENCES = {
+    "length": ([1, 2], [1], [("tree", "list of 2", "list of 1")]),
+    "class": ([1, (2,)], [1, [2]], [("tree[1]", "tuple of 1", "list of 1")]),
+    "leaf": ({"a": 1}, {"a": [1]}, [("tree['a']", "a leaf", "list of 1")]),
+    "keys": (
+        {"a": 1, "b": 2},
+        {"a": 1, "c": 3},
+        [("tree['b']", "a leaf", "not there"), ("tree['c']", "not there", "a leaf")],
+    ),
+    "order": ({"a": 1, "b": 2}, {"b": 1, "a": 2}, [("tree", "in the order ['a'], ['b']", "['b'], ['a']")]),
+    "static": ([State(1, 5)], [State(1, 6)], [("tree[0]", "static [5]", "static [6]")]),
+    "field": (State([1]), State(1), [("tree.hidden", "list of 1", "a leaf")]),
+    "call": (((1,), {"y": [1]}), ((1,), {"y": [1, 2]}), [("kwargs['y']", "list of 1", "list of 2")]),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_each_difference_has_its_place(first, second, expected):
+    texts = [str(pytree.tree_structure(tree)) for tree in (first, second)]
+    assert placed(compare_specs(first, second)) == expected
+    assert placed(compare_spec_texts(*texts, ("first", "second"))) == expected
+
+
+def test_named_tuples_are_told_apart_and_the_text_shows_both_values_under_the_path():
+    assert placed(compare_specs(Pair(1, [2]), Pair(1, 2))) == [("tree.right", "list of 1", "a leaf")]
+    (found,) = compare_specs([1, 2], (1, 2), name="outputs", names=("exported", "called"))
+    assert str(found) == "outputs\n    exported: list of 2\n    called:   tuple of 2"
+    with pytest.raises(InvalidArgumentError, match="names must be a pair"):
+        compare_specs(1, 2, names=("one",))
+
+
+@given(nests())
+def test_specs_differ_exactly_when_there_is_a_difference(planted):
+    spec, other = pytree.tree_structure(planted.tree), pytree.tree_structure([planted.tree, 1])
+    assert compare_specs(spec, spec) == []
+    assert bool(compare_specs(spec, other)) == (spec != other)
+
+
+def test_a_program_is_compared_by_its_inputs():
+    x = torch.ones(2)
+    program = torch.export.export(module_class("Takes", lambda self, x, y: x)(), (x,), {"y": {"a": x + 1}})
+    assert compare_specs(program, ((x,), {"y": {"a": x}})) == []
+    assert placed(compare_specs(program, ((x,), {"y": x}))) == [("kwargs['y']", "dict with ['a']", "a leaf")]
+
+
+def test_caches_of_other_layers_differ_in_the_names_of_their_leaves():
+    with register_flattening_functions(patch_transformers=True):
+        found = compare_specs({"past": cache_of(1)}, {"past": cache_of(2)})
+    assert placed(found) == [(f"tree['past']['{part}_1']", "not there", "a leaf") for part in ("key", "value")]
+
+
+@pytest.mark.parametrize("text", ["", "TreeSpec", "TreeSpec(list, None, [*)", "PyTreeSpec([*, *])"])
+def test_a_text_that_is_no_spec_gives_none(text):
+    """A future torch may print another form."""
+    assert compare_spec_texts(text, text, ("a", "b")) is None

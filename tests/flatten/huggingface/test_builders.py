@@ -1,28 +1,36 @@
-"""Caches that are made of tensors, and the words of transformers for a model's cache."""
+"""Caches made of tensors, inputs and cases made for a model, and the words of transformers for a model's cache."""
 
 import copy
 import functools
+import gc
+import sys
+import types
+from types import SimpleNamespace
 
 import onnx
 import peft
 import pytest
 import torch
+import torch.utils._pytree as pytree
 import transformers
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import cache_utils
-from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
 
-from tests.cache_words import WORD
+from tests.cache_words import WORD, cache_of
+from tests.flatten.huggingface.tracing.one_graph import small_model
 from tests.models import WINDOW, continued_alike, go_on, make_model, start
 from yobx_flatten import (
     Case,
     DecodeSizes,
     GenerationError,
     OnnxGenerator,
+    ReplayError,
     decode_inputs,
     dynamic_shapes,
     export_onnx,
+    export_program,
     load_case,
     register_flattening_functions,
     replay_case,
@@ -30,37 +38,38 @@ from yobx_flatten import (
 )
 from yobx_flatten.errors import CacheStructureError
 from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
-from yobx_flatten.huggingface.cache_names import CACHE, argument_of, cache_of, forward_of, name_in, named_for
+from yobx_flatten.huggingface.cache_names import CACHE, argument_of, forward_of, name_in, named_for
+from yobx_flatten.huggingface.cases import contiguous, next_inputs
+from yobx_flatten.huggingface.decoders import StateDecoder
+from yobx_flatten.huggingface.outputs import ModelClasses
+from yobx_flatten.model_folder.pieces.text import decoder_pieces
+from yobx_flatten.model_folder.source.configuration import small_model as small_model_of_type
 from yobx_flatten.runners.ports import KEPT_SCORES
+from yobx_flatten.trees.walk import leaf_names
 
-STATIC_SLIDING = (
-    "StaticSlidingWindowLayer" if hasattr(cache_utils, "StaticSlidingWindowLayer") else "SlidingWindowLayer"
-)
+# -- dynamic
 
 
 def pairs(count=2, length=3):
     return [(torch.randn(2, 2, length, 4), torch.randn(2, 2, length, 4)) for _ in range(count)]
 
 
-# -- dynamic
+def held(cache):
+    """The pairs of a cache; lists of tensors are equal where the tensors are the same objects."""
+    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def in_turn(given):
-    return [tensor for pair in given for tensor in pair]
+SLIDING = "StaticSlidingWindowLayer" if hasattr(cache_utils, "StaticSlidingWindowLayer") else "SlidingWindowLayer"
+WRONG = r"cls_layers: .* is not one of \['DynamicLayer', "
 
 
-@pytest.mark.parametrize("form", [list, iter, in_turn])
+@pytest.mark.parametrize("form", [list, iter, lambda given: [tensor for pair in given for tensor in pair]])
 def test_the_tensors_are_held_as_they_are(form):
     given = pairs()
     cache = make_dynamic_cache(form(given))
     assert type(cache) is DynamicCache
     assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 2
-    for layer, (keys, values) in zip(cache.layers, given, strict=True):
-        assert layer.keys is keys
-        assert layer.values is values
-
-
-def test_no_pairs_make_an_empty_cache_that_grows():
+    assert held(cache) == given
     cache = make_dynamic_cache([])
     assert cache.layers == []
     cache.update(*pairs(1)[0], 0)
@@ -78,16 +87,15 @@ def test_classes_and_options_are_for_all_layers_or_for_each(classes, options):
     assert [layer.sliding_window for layer in cache.layers] == [8, 8]
 
 
-def test_sliding_layers_have_seen_what_the_full_layer_holds():
-    """Their own tensors do not tell, once the window is full."""
+def test_sliding_layers_have_seen_what_the_full_layer_holds_or_they_themselves():
+    """Their own tensors do not tell, once the window is full. A window that is not given is as long as the keys."""
     given = [pairs(1, 7)[0], pairs(1, 12)[0]]
     cache = make_dynamic_cache(given, ["DynamicSlidingWindowLayer", "DynamicLayer"], [{"sliding_window": 8}, {}])
     assert cache.layers[0].cumulative_length == 12
-
-
-def test_sliding_layers_alone_have_seen_what_they_hold():
-    cache = make_dynamic_cache(pairs(), "DynamicSlidingWindowLayer", {"sliding_window": 8})
-    assert [layer.cumulative_length for layer in cache.layers] == [3, 3]
+    cache = make_dynamic_cache(pairs(), "DynamicSlidingWindowLayer", [{}, {"sliding_window": 9}])
+    assert [(layer.cumulative_length, layer.sliding_window) for layer in cache.layers] == [(3, 3), (3, 9)]
+    own = type("DynamicLayer", (DynamicLayer,), {})
+    assert {type(layer) for layer in make_dynamic_cache(pairs(), own).layers} == {own}
 
 
 @pytest.mark.parametrize("past", [WINDOW - 3, WINDOW + 4])
@@ -106,7 +114,7 @@ def test_a_cache_made_of_a_models_tensors_goes_on_as_the_models(name, past):
 # -- static
 
 
-def test_static_keys_of_full_length_are_held_as_they_are():
+def test_static_keys_of_full_length_are_held_as_they_are_and_shorter_ones_followed_by_zeros():
     """Then writing into the cache writes into them, as static caches do."""
     given = pairs(1, 16)
     cache = make_static_cache(given, length=3)
@@ -114,14 +122,9 @@ def test_static_keys_of_full_length_are_held_as_they_are():
     assert cache.layers[0].keys is given[0][0]
     assert int(getattr(cache.layers[0], "cumulative_length", 3)) == 3
     assert cache.layers[0].max_cache_len == 16
-
-
-def test_shorter_static_keys_are_followed_by_zeros():
     given = pairs(1, 3)
     keys = make_static_cache(given, 5).layers[0].keys
-    assert keys.shape == (2, 2, 5, 4)
-    assert torch.equal(keys[:, :, :3], given[0][0])
-    assert torch.equal(keys[:, :, 3:], torch.zeros(2, 2, 2, 4))
+    assert torch.equal(keys, torch.cat([given[0][0], torch.zeros(2, 2, 2, 4)], dim=2))
 
 
 @pytest.mark.parametrize("past", [WINDOW - 3, WINDOW + 4])
@@ -129,31 +132,17 @@ def test_shorter_static_keys_are_followed_by_zeros():
 def test_a_static_cache_made_of_a_models_tensors_goes_on_as_the_models(name, past):
     started = start(name, past=past, static=True)
     layers = copy.deepcopy(started.cache).layers
-    made = make_static_cache(
-        [(layer.keys, layer.values) for layer in layers],
-        32,
-        [type(layer) for layer in layers],
-        [{} if type(layer) is cache_utils.StaticLayer else {"sliding_window": WINDOW} for layer in layers],
-        length=past,
-    )
-    for layer in made.layers:
-        own = vars(layer).keys() - {"is_initialized"}
-        assert own == vars(layers[made.layers.index(layer)]).keys() - {"is_initialized"}
+    classes = [type(layer) for layer in layers]
+    options = [{} if cls is cache_utils.StaticLayer else {"sliding_window": WINDOW} for cls in classes]
+    made = make_static_cache([(layer.keys, layer.values) for layer in layers], 32, classes, options, length=past)
+    for layer, original in zip(made.layers, layers, strict=True):
+        assert vars(layer).keys() - {"is_initialized"} == vars(original).keys() - {"is_initialized"}
     assert continued_alike(started, made)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_static_cache_may_be_made_of_a_dynamic_ones_keys(name):
-    past = WINDOW - 3
-    started, static = start(name, past=past), start(name, past=past, static=True)
-    made = make_static_cache(
-        [(layer.keys, layer.values) for layer in started.cache.layers],
-        32,
-        [type(layer) for layer in static.cache.layers],
-        [{} if type(layer) is cache_utils.StaticLayer else {"sliding_window": WINDOW} for layer in static.cache.layers],
-    )
-    for a, b in zip(go_on(static, made, steps=4), go_on(static, steps=4), strict=True):
-        torch.testing.assert_close(a, b)
+    if past < WINDOW:  # of the keys of a dynamic cache
+        dynamic = start(name, past=past).cache.layers
+        made = make_static_cache([(layer.keys, layer.values) for layer in dynamic], 32, classes, options)
+        for a, b in zip(go_on(started, made, steps=4), go_on(started, steps=4), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 # -- encoder and decoder
@@ -169,15 +158,6 @@ def test_an_encoder_decoder_cache_knows_which_layers_are_filled():
     assert make_encoder_decoder_cache(own, DynamicCache()).is_updated == {}
 
 
-def test_a_window_that_is_not_given_is_as_long_as_the_keys():
-    cache = make_dynamic_cache(
-        [(torch.zeros(1, 2, length, 4),) * 2 for length in (3, 5, 3)],
-        "DynamicSlidingWindowLayer",
-        [{}, {}, {"sliding_window": 9}],
-    )
-    assert [layer.sliding_window for layer in cache.layers] == [3, 5, 9]
-
-
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=["two dimensions", "three dimensions"])
 @pytest.mark.parametrize("cls", ["DynamicLayer", "DynamicSlidingWindowLayer"])
 def test_placeholders_of_fewer_dimensions_come_apart_and_together(shape, cls):
@@ -186,10 +166,8 @@ def test_placeholders_of_fewer_dimensions_come_apart_and_together(shape, cls):
     with register_flattening_functions(patch_transformers=True):
         cache = make_dynamic_cache(given, cls)
         assert cache.get_seq_length() == 3
-        leaves, spec = tree_flatten(cache)
-        rebuilt = tree_unflatten(leaves, spec)
-    held = [tensor for layer in rebuilt.layers for tensor in (layer.keys, layer.values)]
-    assert all(a is b for a, b in zip(held, (x for pair in given for x in pair), strict=True))
+        rebuilt = tree_unflatten(*tree_flatten(cache))
+    assert held(rebuilt) == given
 
 
 # -- bad input
@@ -216,19 +194,12 @@ def test_what_is_no_pair_is_named(make, given, message):
     [
         (make_dynamic_cache, (pairs(), ["DynamicLayer"]), "cls_layers has 1 entries for 2 layers; give one per layer"),
         (make_dynamic_cache, (pairs(), "DynamicLayer", [{}, {}, {}]), "cls_kwargs has 3 entries for 2 layers"),
-        (make_dynamic_cache, (pairs(), "StaticLayer"), r"cls_layers: .* is not one of \['DynamicLayer', "),
-        (make_dynamic_cache, (pairs(), cache_utils.StaticLayer), r"cls_layers: .* is not one of \['DynamicLayer', "),
-        (make_dynamic_cache, (pairs(), "Nonsense"), r"cls_layers: .* is not one of \['DynamicLayer', "),
-        (make_dynamic_cache, (pairs(), int), r"cls_layers: .* is not one of \['DynamicLayer', "),
+        *((make_dynamic_cache, (pairs(), cls), WRONG) for cls in ("StaticLayer", cache_utils.StaticLayer, "No", int)),
         (make_dynamic_cache, (pairs(1, 0), "DynamicSlidingWindowLayer"), r"layer takes \{'sliding_window': 8\}"),
         (make_static_cache, ([(torch.zeros(2, 3, 4),) * 2],), r"\[0\] must be a pair .* \[\(2, 3, 4\), \(2, 3, 4\)\]"),
         (make_static_cache, ([],), "key_value_pairs is empty"),
         (make_static_cache, (pairs(1, 5), 4), "hold 5 tokens, but the layer has room for 4"),
-        (
-            make_static_cache,
-            (pairs(1, 5), 16, STATIC_SLIDING, {"sliding_window": 4}),
-            "hold 5 tokens, but the layer has room for 4",
-        ),
+        (make_static_cache, (pairs(1, 5), 16, SLIDING, {"sliding_window": 4}), "hold 5 tokens, but .* room for 4"),
         (functools.partial(make_static_cache, length=-1), (pairs(1, 16),), "length"),
         (functools.partial(make_static_cache, length=17), (pairs(1, 16),), "length"),
     ],
@@ -236,11 +207,6 @@ def test_what_is_no_pair_is_named(make, given, message):
 def test_what_does_not_fit_is_refused(make, given, message):
     with pytest.raises(CacheStructureError, match=message):
         make(*given)
-
-
-def test_a_subclass_stays_the_class_it_is():
-    own = type("DynamicLayer", (DynamicLayer,), {})
-    assert {type(layer) for layer in make_dynamic_cache(pairs(), own).layers} == {own}
 
 
 WORDS = ("cache", "past_key_values", "cache_params")
@@ -257,11 +223,10 @@ def test_every_word_is_read_off_a_signature(word):
     assert argument_of(of(word)) == word
     assert argument_of(of(word, "Cache")) == word
     assert argument_of(of(word, "tuple[tuple[Tensor]] | None")) == word  # what RoBERTa's forward still states
-
-
-@pytest.mark.parametrize("name", ["RobertaForCausalLM", "XmodForCausalLM", "ErnieForCausalLM", "BertGenerationDecoder"])
-def test_forwards_that_state_tuples_of_tensors_take_a_cache(name):
-    assert argument_of(getattr(transformers, name).forward) == WORD
+    assert argument_of(transformers.RobertaForCausalLM.forward) == WORD
+    # models of PEFT take `*args` and `**kwargs`: the forward inside is asked
+    model = peft.get_peft_model(make_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert argument_of(forward_of(model)) == WORD
 
 
 def test_a_word_of_tomorrow_is_found_by_its_type():
@@ -272,26 +237,15 @@ def test_a_word_of_tomorrow_is_found_by_its_type():
     assert argument_of(of("features")) is None
 
 
-def test_a_usual_word_counts_by_its_value():
+def test_a_usual_word_counts_by_its_value_and_an_output_answers_by_its_own_entry():
     assert name_in({"cache": DynamicCache()}) == "cache"
     assert name_in({"cache": [{"key": torch.zeros(1), "value": torch.zeros(1)}]}) == "cache"
     assert name_in({"cache": torch.zeros(1)}) is None
     assert name_in({"cache": {"features": torch.zeros(1)}}) is None
     assert name_in({"cache": None}) == "cache"
-
-
-def test_an_output_answers_by_its_own_entry():
     cache = DynamicCache()
     output = BaseModelOutputWithPast(last_hidden_state=torch.zeros(1), **{WORD: cache})
-    assert cache_of(output) is cache
-    assert name_in(output) == WORD
-    assert cache_of((1, 2)) is None
-
-
-def test_an_adapter_s_model_is_asked_for_the_forward_inside():
-    """PEFT's models take `*args` and `**kwargs`."""
-    model = peft.get_peft_model(make_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    assert argument_of(forward_of(model)) == WORD
+    assert (cache_of(output), name_in(output), cache_of((1, 2))) == (cache, WORD, None)
 
 
 @pytest.mark.parametrize("word", WORDS[:2])
@@ -398,3 +352,183 @@ def test_cache_outputs_of_other_names_are_refused_when_a_file_is_opened(llama, t
     save_case(tmp_path / "case.onnx", given, outputs)
     with pytest.raises(GenerationError, match="does not return present"):
         replay_case(load_case(tmp_path / "case.onnx"), tmp_path / "kept.onnx")
+
+
+def caches(length):
+    return make_dynamic_cache([(torch.randn(2, 2, length, 4), torch.randn(2, 2, length, 4))])
+
+
+def test_every_cache_that_comes_out_goes_in_again():
+    """A model that hears while it is spoken to returns two; a field that came out as ``None`` is not an input."""
+    kwargs = {
+        "input_ids": torch.zeros(2, 3, dtype=torch.int64),
+        "attention_mask": torch.ones(2, 8, dtype=torch.int64),
+        "encoder_inputs_embeds": torch.ones(2, 3, 4),
+        WORD: caches(5),
+        "encoder_cache": caches(20),
+        "padding_cache": DynamicCache(),
+        "use_cache": True,
+    }
+    outputs = {"logits": torch.zeros(2, 3, 7), WORD: caches(8), "encoder_cache": caches(32), "padding_cache": None}
+    following = next_inputs(kwargs, outputs | {"encoder_inputs_embeds": torch.zeros(2, 3, 4)})
+    assert cache_of(following) is cache_of(outputs)
+    assert following["encoder_cache"] is outputs["encoder_cache"]
+    assert following["padding_cache"] is kwargs["padding_cache"]
+    assert following["encoder_inputs_embeds"] is kwargs["encoder_inputs_embeds"]
+    assert following["use_cache"] is True
+    assert following["input_ids"].shape == (2, 3)
+    assert following["attention_mask"].shape == (2, 11)
+    assert next_inputs({"input_ids": kwargs["input_ids"]}, SimpleNamespace(logits=outputs["logits"])) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("MistralConfig", "MistralForCausalLM", {"sliding_window": 8}), id="past the window"),
+        pytest.param(("T5Config", "T5ForConditionalGeneration"), id="with an encoder"),
+    ],
+)
+def test_the_inputs_of_a_decode_call_are_contiguous(options):
+    """New tokens, positions and the keys of a sliding layer are not slices of something larger."""
+    model = small_model(*options)
+    names = ("input_ids", "attention_mask", "position_ids", WORD)
+    inputs = decode_inputs(model, DecodeSizes(past=20), None if "T5" in options[0] else dict.fromkeys(names))
+    with register_flattening_functions(patch_transformers=True):
+        tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    assert len(tensors) >= 6
+    assert all(tensor.is_contiguous() for tensor in tensors)
+
+
+def test_what_is_made_contiguous_holds_the_same_values():
+    sliced, whole = torch.arange(12).reshape(2, 6)[:, 2:], torch.ones(2)
+    cache = make_dynamic_cache([(torch.randn(2, 2, 8, 4)[:, :, 3:], torch.randn(2, 2, 5, 4))])
+    expected = cache.layers[0].keys.clone()
+    output = BaseModelOutput(last_hidden_state=sliced, hidden_states=(sliced, whole))
+    found = contiguous({"output": output, "cache": cache, "list": [sliced]})
+    assert (found["output"], found["cache"]) == (output, cache)
+    assert output.last_hidden_state.tolist() == sliced.tolist()
+    assert output.last_hidden_state is output["last_hidden_state"] is output.hidden_states[0] is found["list"][0]
+    assert output.last_hidden_state.is_contiguous()
+    assert output.hidden_states[1] is whole
+    assert torch.equal(cache.layers[0].keys, expected)
+    assert cache.layers[0].keys.is_contiguous()
+
+
+def test_a_model_that_is_ambiguous_without_token_types_says_so():
+    """PaliGemma in eager mode gives two results without them; with them the program is right."""
+    model = small_model_of_type("paligemma")
+    if getattr(model.config.text_config, "use_bidirectional_attention", None) is None:
+        pytest.skip("attention that is not causal by itself came with a later transformers")
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids[ids == model.config.image_token_id] = 5
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        dropped = model(**kwargs).logits
+        model.set_attn_implementation("eager")
+        kept = model(**kwargs).logits
+        model.set_attn_implementation("sdpa")
+    if (dropped - kept).abs().max() < 1e-3:
+        pytest.skip("5.0 makes the same mask for both")
+    with pytest.raises(ReplayError, match=r"PaliGemma\w+ was called without token_type_ids.*Pass token_type_ids"):
+        export_program(model, (), kwargs, cases=[])
+    assert export_program(model, (), {**kwargs, "token_type_ids": torch.zeros_like(ids)}, cases=[]).report.ok
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Electra"])
+def test_cases_of_an_encoder_are_named_by_their_length(kind):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(vocab_size=40, **sizes)).eval()
+    ids = torch.randint(0, 40, (2, 5))
+    done = export_program(model, kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    names = {case.case for case in done.report.cases}
+    assert {"batch 3, length 7", "batch 1, length 12", "batch 2, length 19, 3 padded"} <= names
+    assert not any("past" in name for name in names)
+    assert str(DecodeSizes(2, 17, 2, padding=3)) == "batch 2, past 17, new 2, 3 padded"
+
+
+several_tokens_after_a_state = pytest.mark.skipif(
+    not hasattr(Cache, "get_recurrent_state"), reason="before 5.23 several tokens after a state leave the mask out"
+)
+
+
+def zeros_before_the_first_token(cache, rows):
+    leaves, spec = pytree.tree_flatten(cache)
+    empty = []
+    for name, leaf in zip(leaf_names({WORD: cache}), leaves, strict=True):
+        sizes = leaf.shape[1:] if "_states" in name else (leaf.shape[1], 0, leaf.shape[3])
+        empty.append(leaf.new_zeros(rows, *sizes))
+    return pytree.tree_unflatten(empty, spec)
+
+
+@several_tokens_after_a_state
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "lfm2", "qwen3_next"])
+def test_zeros_are_the_state_before_the_first_token(name):
+    model = small_model_of_type(name)
+    decoder = StateDecoder(model) if StateDecoder.fits(model) else model
+    ids = torch.randint(3, 259, (3, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[2, :1] = 0, 0
+    word = argument_of(decoder.forward)  # before 5.24 not that of models with attention
+    like = dict.fromkeys(("input_ids", "attention_mask", word))
+    with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        cache = zeros_before_the_first_token(decode_inputs(decoder, DecodeSizes(), like)[word], 3)
+        found = decoder(input_ids=ids, attention_mask=mask, **{word: cache}, use_cache=True)
+        wanted = model(input_ids=ids, attention_mask=mask, use_cache=True)
+    torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-4, rtol=1e-4)
+
+
+@several_tokens_after_a_state
+def test_a_model_without_attention_takes_what_other_decoders_take():
+    model = small_model_of_type("mamba")
+    (piece,) = decoder_pieces(model)
+    assert list(piece.kwargs) == ["input_ids", "attention_mask", "cache"]
+    ids = torch.randint(3, 259, (2, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        wanted = model(input_ids=ids, attention_mask=mask).logits[:, -1]
+        read = piece.module(ids[:, :7], mask[:, :7])
+        found = piece.module(ids[:, 7:], mask, cache_of(read))
+    torch.testing.assert_close(found["logits"][:, -1], wanted, atol=1e-4, rtol=1e-4)
+
+
+MODELS = "transformers.models.of_this_test"
+
+
+def module_with_a_class(number):
+    name = f"{MODELS}_{number}"
+    module = sys.modules[name] = types.ModuleType(name)
+    module.Model = type("Model", (), {"__module__": name})
+    return module
+
+
+def test_models_may_be_imported_while_the_imported_ones_are_listed(monkeypatch):
+    """Whenever memory is collected, another thread may run; here each collection imports a model."""
+    made = []
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    threshold = gc.get_threshold()
+    gc.collect()
+    gc.callbacks.append(import_one := lambda phase, info: made.append(module_with_a_class(len(made))))
+    gc.set_threshold(20)
+    try:
+        listed = [ModelClasses(lambda cls: cls.__module__.startswith(MODELS))() for _ in range(5)]
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(import_one)
+    assert len(made) > 5
+    assert all(found == [module.Model for module in made[: len(found)]] for found in listed)
+
+
+def test_a_model_that_was_imported_while_the_others_were_listed_is_found_next(monkeypatch):
+    """It counts as new, although it was there when the list was finished."""
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    made = [module_with_a_class(1)]
+
+    def fits(cls):
+        if len(made) == 1:
+            made.append(module_with_a_class(2))
+        return cls.__module__.startswith(MODELS)
+
+    classes = ModelClasses(fits)
+    assert classes() == [made[0].Model]
+    assert classes() == [module.Model for module in made]

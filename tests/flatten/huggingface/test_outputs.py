@@ -11,12 +11,11 @@ from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPast,
     BaseModelOutputWithPastAndCrossAttentions,
-    CausalLMOutputWithPast,
 )
 from transformers.utils.generic import ModelOutput
 
 from tests import fresh_process
-from tests.cache_words import WORD, cache_of
+from tests.cache_words import cache_of
 from tests.models import start
 from tests.modules import module_class
 from yobx_flatten import dynamic_shapes, export_program, register_flattening_functions
@@ -41,6 +40,9 @@ def test_only_the_fields_that_are_set_come_apart():
     keyed, keyed_names = flatten_with_keys_base_model_output(one)
     assert names == keyed_names == ["last_hidden_state", "hidden_states"]
     assert [str(key) for key, _ in keyed] == ["['last_hidden_state']", "['hidden_states']"]
+    if THEIRS_HAS_KEYS:  # transformers 4.56 registers outputs without
+        theirs = pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn(one)
+        assert [str(key) for key, _ in theirs[0]] == [str(key) for key, _ in keyed]
     assert [values[0] is one.last_hidden_state, values[1] is one.hidden_states] == [True, True]
     rebuilt = unflatten_base_model_output(values, names)
     assert type(rebuilt) is BaseModelOutput
@@ -79,26 +81,6 @@ def test_every_output_class_has_keys_inside_the_block():
         assert pytree.SUPPORTED_NODES[cls].flatten_fn is theirs.flatten_fn
     assert paths == ["['last_hidden_state']"]
     assert pytree.SUPPORTED_NODES[cls] is theirs
-
-
-@pytest.mark.skipif(not THEIRS_HAS_KEYS, reason="transformers 4.56 registers outputs without keys")
-def test_ours_and_theirs_name_the_same_leaves():
-    theirs = pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn(output())
-    ours = flatten_with_keys_base_model_output(output())
-    assert [str(key) for key, _ in theirs[0]] == [str(key) for key, _ in ours[0]]
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "t5"])
-def test_a_models_whole_output_comes_back(name):
-    started = start(name, past=12)
-    one = CausalLMOutputWithPast(logits=torch.ones(2, 3), **{WORD: started.cache})
-    with register_flattening_functions(patch_transformers=True):
-        leaves, spec = pytree.tree_flatten(one)
-        rebuilt = pytree.tree_unflatten(leaves, spec)
-        assert all(isinstance(leaf, torch.Tensor | int) for leaf in leaves)
-    assert type(rebuilt) is CausalLMOutputWithPast
-    assert type(cache_of(rebuilt)) is type(started.cache)
-    assert cache_of(rebuilt).get_seq_length() == 12
 
 
 def test_every_wrong_registration_says_why_and_is_one_we_replace():
@@ -221,27 +203,28 @@ def batch(rows=2, **options):
     return BatchEncoding(data, **options)
 
 
-def test_a_batch_encoding_comes_back():
-    one = batch()
+AddOne = module_class("AddOne", lambda self, given: BatchFeature({"sum": given["input_ids"] + given["attention_mask"]}))
+
+
+def test_a_batch_encoding_comes_back_without_what_a_tokenizer_notes_and_is_exported():
+    """One program takes the batches of all tokenizers, and one made by hand; the original keeps its notes."""
+    one, noted = batch(), batch(rows=5, n_sequences=2)
     with register_flattening_functions(patch_transformers=True):
         leaves, spec = pytree.tree_flatten(one)
         rebuilt = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
         paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(one)[0]]
+        assert pytree.tree_structure(noted) == spec
+        assert (noted.n_sequences, pytree.tree_map(lambda x: x, noted).n_sequences) == (2, None)
+        program = torch.export.export(AddOne(), (one,), dynamic_shapes=dynamic_shapes((one,)), strict=False)
+        found = program.module()(noted)
     assert paths == ["['input_ids']", "['attention_mask']"]
     assert type(rebuilt) is BatchEncoding
     assert vars(rebuilt).keys() == vars(one).keys()
     assert rebuilt.data.keys() == one.data.keys()
     assert all(rebuilt[key] is one[key] for key in one)
     assert rebuilt.is_fast is False
-
-
-def test_what_a_tokenizer_notes_is_dropped():
-    """One program takes the batches of all tokenizers, and one made by hand; the original keeps its notes."""
-    noted = batch(rows=5, n_sequences=2)
-    with register_flattening_functions(patch_transformers=True):
-        assert pytree.tree_structure(noted) == pytree.tree_structure(batch())
-        rebuilt = pytree.tree_map(lambda x: x, noted)
-    assert (noted.n_sequences, rebuilt.n_sequences) == (2, None)
+    assert type(found) is BatchFeature
+    assert torch.equal(found["sum"], torch.full((5, 3), 2.0))
 
 
 def test_a_batch_feature_may_hold_anything():
@@ -255,18 +238,6 @@ def test_a_batch_feature_may_hold_anything():
     ]  # fmt: skip
     assert type(rebuilt) is BatchFeature
     assert vars(rebuilt) == vars(one)
-
-
-AddOne = module_class("AddOne", lambda self, given: BatchFeature({"sum": given["input_ids"] + given["attention_mask"]}))
-
-
-def test_containers_are_exported_as_input_and_as_output():
-    one = batch()
-    with register_flattening_functions(patch_transformers=True):
-        program = torch.export.export(AddOne(), (one,), dynamic_shapes=dynamic_shapes((one,)), strict=False)
-        found = program.module()(batch(rows=5))
-    assert type(found) is BatchFeature
-    assert torch.equal(found["sum"], torch.full((5, 3), 2.0))
 
 
 def test_a_dataclass_of_a_model_comes_apart_by_its_fields():
@@ -305,31 +276,29 @@ def test_somebody_elses_registration_with_keys_stays_in_force(monkeypatch):
 needs_diffusers = pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
 
 
-@needs_diffusers
-def test_a_stored_diffusers_output_is_read_inside_and_outside():
+def decoder_output(**fields):
     from diffusers.models.autoencoders.vae import DecoderOutput
 
-    one = DecoderOutput(sample=torch.ones(2))
+    return DecoderOutput(**fields)
+
+
+@needs_diffusers
+def test_a_stored_diffusers_output_is_read_inside_and_outside():
+    one = decoder_output(sample=torch.ones(2))
     outside = pytree.treespec_dumps(pytree.tree_structure(one))
     with register_flattening_functions(patch_diffusers=True):
         inside = pytree.treespec_dumps(pytree.tree_structure(one))
-        assert type(pytree.tree_unflatten([3], pytree.treespec_loads(outside))) is DecoderOutput
+        assert type(pytree.tree_unflatten([3], pytree.treespec_loads(outside))) is type(one)
     assert inside == outside
     assert pytree.tree_unflatten([3], pytree.treespec_loads(inside)).sample == 3
-
-
-class Decoding(torch.nn.Module):
-    def forward(self, x):
-        from diffusers.models.autoencoders.vae import DecoderOutput
-
-        return DecoderOutput(sample=x * 2)
 
 
 @needs_diffusers
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own copying of leaf specs warns
 def test_an_exported_diffusers_model_names_its_outputs_and_loads_in_a_fresh_process(tmp_path):
     """`export_program` sees that diffusers is imported; the block that loads imports the module of the output."""
-    exported = export_program(Decoding(), (torch.ones(2, 3),))
+    decoding = module_class("Decoding", lambda self, x: decoder_output(sample=x * 2))()
+    exported = export_program(decoding, (torch.ones(2, 3),))
     assert output_names(exported(torch.ones(2, 3))) == ["sample"]
     exported.save(tmp_path / "decoding.pt2")
     code = (

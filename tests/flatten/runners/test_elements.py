@@ -5,13 +5,13 @@ import mmap
 import pathlib
 
 import numpy
-import numpy as np
 import onnx
 import onnxruntime
 import psutil
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from tests.flatten.storage.storage_values import TORCH_TYPES, random_tensor
 from tests.modules import module_class
@@ -43,16 +43,24 @@ NAMES = {
 }  # fmt: skip
 
 
-def test_the_codes_are_those_of_onnx():
+PACKED = ["int4", "uint4", "float4_e2m1fn", "int2", "uint2"]
+
+
+def run(path, engine):
+    if engine == "onnxruntime":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return dict(zip([output.name for output in session.get_outputs()], session.run(None, {}), strict=True))
+    session = ReferenceEvaluator(str(path))
+    return dict(zip(session.output_names, session.run(None, {}), strict=True))
+
+
+def test_the_codes_are_those_of_onnx_with_the_bytes_of_the_tensor():
     found = {name: onnx.TensorProto.DataType.Name(element.code) for name, element in ELEMENTS.items()}
     assert found == NAMES
-
-
-@pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
-def test_what_is_stored_has_the_bytes_of_the_tensor(dtype):
-    element = ELEMENTS[str(dtype).removeprefix("torch.")]
-    stored = onnx.helper.tensor_dtype_to_np_dtype(element.code).itemsize * (2 if element.pair else 1)
-    assert stored == dtype.itemsize
+    for dtype in TORCH_TYPES:
+        element = ELEMENTS[str(dtype).removeprefix("torch.")]
+        stored = onnx.helper.tensor_dtype_to_np_dtype(element.code).itemsize * (2 if element.pair else 1)
+        assert stored == dtype.itemsize, dtype
 
 
 @pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
@@ -74,20 +82,6 @@ def test_a_run_returns_the_numbers(dtype, engine, tmp_path):
     assert torch.equal(torch.tensor(found).nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-def run(path, engine):
-    if engine == "onnxruntime":
-        runtime = pytest.importorskip("onnxruntime")
-        session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        return dict(zip([output.name for output in session.get_outputs()], session.run(None, {}), strict=True))
-    from onnx.reference import ReferenceEvaluator
-
-    session = ReferenceEvaluator(str(path))
-    return dict(zip(session.output_names, session.run(None, {}), strict=True))
-
-
-PACKED = ["int4", "uint4", "float4_e2m1fn", "int2", "uint2"]
-
-
 def every_code(name):
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="onnx is installed without ml_dtypes")
     if not hasattr(ml_dtypes, name):
@@ -101,9 +95,8 @@ def test_a_packed_type_is_stored_as_onnx_packs_it(name, tmp_path):
     codes = every_code(name)
     arrays = {"all": codes, "odd": codes[1:], "grid": codes[:4].reshape(2, 2), "one": codes[3], "none": codes[:0]}
     save_nested(tmp_path / "x.onnx", arrays)
-    stored = {
-        tensor.name.removesuffix(".stored"): tensor for tensor in onnx.load(tmp_path / "x.onnx").graph.initializer
-    }
+    initializers = onnx.load(tmp_path / "x.onnx").graph.initializer
+    stored = {tensor.name.removesuffix(".stored"): tensor for tensor in initializers}
     for key, array in arrays.items():
         found = onnx.numpy_helper.to_array(stored[key])
         assert (found.dtype, found.shape) == (numpy.asarray(array).dtype, numpy.shape(array))
@@ -131,7 +124,7 @@ def test_a_run_returns_the_numbers_of_a_packed_type(name, engine, tmp_path):
     codes = every_code(name)
     model = create_onnx_model_from_input_tensors({"x": codes})
     (tmp_path / "x.onnx").write_bytes(model.SerializeToString())
-    found = run(tmp_path / "x.onnx", "onnxruntime" if engine == "onnxruntime" else "onnx.reference")["x"]
+    found = run(tmp_path / "x.onnx", engine)["x"]
     assert (found.dtype, found.tolist()) == (numpy.float32, codes.astype(numpy.float32).tolist())
     back = create_input_tensors_from_onnx_model(model, engine=engine)["x"]
     assert (back.dtype, back.view(numpy.uint8).tolist()) == (codes.dtype, codes.view(numpy.uint8).tolist())
@@ -206,13 +199,10 @@ def test_only_a_long_loop_asks_for_huge_pages(tmp_path, monkeypatch):
         outputs, _ = runner.step({"tokens": x, "past": x}, {})
         assert bool((outputs[runner.outputs[0]] == 1).all())
         assert asked == ([] if step + 1 < onnx_runner._LONG else [(0, 2**30)])
-
-
-def test_without_a_list_of_memory_nothing_is_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_session, "_MAPS", tmp_path / "maps")
-    monkeypatch.setattr(onnx_session, "_advise", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(onnx_session, "_MAPS", tmp_path / "maps")  # Linux without a list of memory
     with in_huge_pages():
         pass
+    assert asked == [(0, 2**30)]
 
 
 MATRIX_SIZE, COUNT = 64, 3
@@ -220,23 +210,17 @@ MATRIX_SIZE, COUNT = 64, 3
 
 @pytest.fixture
 def half(tmp_path):
-    weights = np.random.default_rng(0).normal(scale=0.1, size=(COUNT, MATRIX_SIZE, MATRIX_SIZE)).astype(np.float16)
-    weights.tofile(tmp_path / "m.onnx.data")
-    stored = []
-    for index in range(COUNT):
-        entry = TensorProto(name=f"w{index}", data_type=TensorProto.FLOAT16, dims=[MATRIX_SIZE, MATRIX_SIZE])
-        entry.data_location = TensorProto.EXTERNAL
-        size = MATRIX_SIZE * MATRIX_SIZE * 2
-        for key, value in (("location", "m.onnx.data"), ("offset", index * size), ("length", size)):
-            entry.external_data.add(key=key, value=str(value))
-        stored.append(entry)
+    weights = numpy.random.default_rng(0).normal(scale=0.1, size=(COUNT, MATRIX_SIZE, MATRIX_SIZE))
+    weights = weights.astype(numpy.float16)
+    stored = [numpy_helper.from_array(weight, f"w{index}") for index, weight in enumerate(weights)]
     nodes = [helper.make_node("MatMul", [f"x{index}", f"w{index}"], [f"x{index + 1}"]) for index in range(COUNT)]
-    ends = [
+    first, last = (
         helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["rows", MATRIX_SIZE]) for name in ("x0", f"x{COUNT}")
-    ]
-    graph = helper.make_graph(nodes, "products", ends[:1], ends[1:], stored)
+    )
+    graph = helper.make_graph(nodes, "products", [first], [last], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     path = tmp_path / "m.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    onnx.save(model, path, save_as_external_data=True, location="m.onnx.data", size_threshold=0)
     return path, weights
 
 
@@ -248,12 +232,12 @@ def test_weights_of_half_precision_give_the_same_result_where_memory_is_short(ha
     options = mapped_options(path)
     one_by_one = options.execution_order == onnxruntime.ExecutionOrder.PRIORITY_BASED
     assert one_by_one == (free < 10**12)
-    x = np.random.default_rng(1).normal(size=(2, MATRIX_SIZE)).astype(np.float16)
+    x = numpy.random.default_rng(1).normal(size=(2, MATRIX_SIZE)).astype(numpy.float16)
     (found,) = open_session(path, caller="a test", options=options).run(None, {"x0": x})
-    expected = x.astype(np.float64)
+    expected = x.astype(numpy.float64)
     for weight in weights:
-        expected = (expected @ weight.astype(np.float64)).astype(np.float16).astype(np.float64)
-    assert np.abs(found - expected).max() < 5e-3
+        expected = (expected @ weight.astype(numpy.float64)).astype(numpy.float16).astype(numpy.float64)
+    assert numpy.abs(found - expected).max() < 5e-3
 
 
 def test_threads_of_a_check_sleep_while_they_wait():

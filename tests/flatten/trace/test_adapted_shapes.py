@@ -32,6 +32,14 @@ AUTO = Dim.AUTO
 KEYS = {0: AUTO, 2: AUTO}
 
 
+def by_tensor(inputs):
+    shapes = ShapesCollection()
+    shapes[inputs["input_ids"]] = shapes[inputs["attention_mask"]] = {0: AUTO, 1: AUTO}
+    for layer in cache_of(inputs).layers:
+        shapes[layer.keys] = shapes[layer.values] = KEYS
+    return shapes
+
+
 def attribute_order(obj):
     if isinstance(obj, torch.Tensor):
         return [dict.fromkeys(range(obj.dim()), AUTO)]
@@ -41,14 +49,6 @@ def attribute_order(obj):
     return [
         entry for x in below if isinstance(x, (list, dict)) or hasattr(x, "__dict__") for entry in attribute_order(x)
     ]
-
-
-def by_tensor(inputs):
-    shapes = ShapesCollection()
-    shapes[inputs["input_ids"]] = shapes[inputs["attention_mask"]] = {0: AUTO, 1: AUTO}
-    for layer in cache_of(inputs).layers:
-        shapes[layer.keys] = shapes[layer.values] = KEYS
-    return shapes
 
 
 WAYS = {
@@ -73,59 +73,21 @@ def serves(program, name, past):
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("mistral", "keys and values in turn"), ("mistral", "by attributes"), ("gemma3", "by attributes")]
+    ("name", "way"),
+    [
+        *(("mistral", "keys and values in turn"), ("mistral", "by attributes"), ("gemma3", "by attributes")),
+        ("mistral", "a collection of shapes"),
+    ],
 )
-def test_a_specification_of_the_tensors_alone_is_enough(name, way):
+def test_a_specification_of_the_tensors_alone_is_enough_and_ties_a_program_to_no_length(name, way):
     model, inputs = program_and_inputs(name)
-    cache = WAYS[way](cache_of(inputs))
-    shapes = {**dynamic_shapes(inputs), WORD: cache}
+    if way == "a collection of shapes":
+        shapes = by_tensor(inputs)
+    else:
+        shapes = {**dynamic_shapes(inputs), WORD: WAYS[way](cache_of(inputs))}
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
         assert all(serves(program, name, past) for past in (6, 13))
-
-
-@pytest.mark.parametrize("way", ["keys, then values", "as a dict"])
-def test_keys_and_values_apart_are_the_same_specification(way):
-    model, inputs = program_and_inputs("mistral")
-    with register_flattening_functions(patch_transformers=True):
-        first, other = (
-            adapted_shapes(
-                model,
-                (),
-                inputs,
-                {**dynamic_shapes(inputs), WORD: WAYS[name](cache_of(inputs))},
-            )
-            for name in ("keys and values in turn", way)
-        )
-    assert other == first
-    assert first[WORD] == [KEYS] * 4 + [None]  # the counter is a tensor without axes
-
-
-def test_a_collection_of_shapes_ties_a_program_to_no_length():
-    model, inputs = program_and_inputs("mistral")
-    with register_flattening_functions(patch_transformers=True):
-        program = torch.export.export(model, (), inputs, dynamic_shapes=by_tensor(inputs))
-        assert all(serves(program, "mistral", past) for past in (6, 13))
-
-
-class Sums(torch.nn.Module):
-    def forward(self, x, cache):
-        return x.sum() + sum(layer.keys.sum() for part in (cache.self_attention_cache,) for layer in part.layers)
-
-
-def test_two_caches_in_one_may_be_one_list():
-    """transformers' exporters of 5.16 write the tensors of both one behind the other."""
-    caches = [program_and_inputs("llama")[1][WORD] for _ in range(2)]
-    both = EncoderDecoderCache(*caches)
-    with register_flattening_functions(patch_transformers=True):
-        program = torch.export.export(
-            Sums(),
-            (torch.ones(3), both),
-            dynamic_shapes={"x": None, "cache": [KEYS] * 2 * sum(map(len, (c.layers for c in caches)))},
-        )
-        longer = [program_and_inputs("llama", 9)[1][WORD] for _ in range(2)]
-        expected = 3 + sum(layer.keys.sum() for layer in longer[0].layers)
-        assert torch.allclose(program.module()(torch.ones(3), EncoderDecoderCache(*longer)), expected)
 
 
 def test_a_static_cache_may_be_specified_by_its_attributes():
@@ -137,6 +99,33 @@ def test_a_static_cache_may_be_specified_by_its_attributes():
         expected = model(**copy.deepcopy(inputs)).logits
         program = torch.export.export(model, (), copy.deepcopy(inputs), dynamic_shapes=shapes)
         assert torch.allclose(program.module()(**inputs).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["keys, then values", "as a dict"])
+def test_keys_and_values_apart_are_the_same_specification(way):
+    model, inputs = program_and_inputs("mistral")
+    with register_flattening_functions(patch_transformers=True):
+        first, other = (
+            adapted_shapes(model, (), inputs, {**dynamic_shapes(inputs), WORD: WAYS[name](cache_of(inputs))})
+            for name in ("keys and values in turn", way)
+        )
+    assert other == first
+    assert first[WORD] == [KEYS] * 4 + [None]  # the counter is a tensor without axes
+
+
+Sums = module_class(
+    "Sums", lambda self, x, cache: x.sum() + sum(layer.keys.sum() for layer in cache.self_attention_cache.layers)
+)
+
+
+def test_two_caches_in_one_may_be_one_list():
+    """transformers' exporters of 5.16 write the tensors of both one behind the other."""
+    caches, longer = ([program_and_inputs("llama", past)[1][WORD] for _ in range(2)] for past in (None, 9))
+    shapes = {"x": None, "cache": [KEYS] * 2 * sum(len(cache.layers) for cache in caches)}
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(Sums(), (torch.ones(3), EncoderDecoderCache(*caches)), dynamic_shapes=shapes)
+        expected = 3 + sum(layer.keys.sum() for layer in longer[0].layers)
+        assert torch.allclose(program.module()(torch.ones(3), EncoderDecoderCache(*longer)), expected)
 
 
 @pytest.mark.parametrize("shapes", [[KEYS] * 3, [[KEYS], [KEYS]], {"keys": [KEYS]}])
@@ -215,15 +204,12 @@ def test_a_mask_in_the_place_of_none_is_refused():
     """The program has no mask: it would compute as if nothing were padded."""
     model = make_model("llama")
     exported = export_program(model, (), {**decode_inputs(model, DecodeSizes()), "attention_mask": None}, cases=[])
-    padded = decode_inputs(model, DecodeSizes(padding=3))
-    with pytest.raises(
-        SpecMismatchError, match=r"kwargs\['attention_mask'\] was None when .* ignore a tensor of shape"
-    ):
-        exported(**padded)
+    refused = r"kwargs\['attention_mask'\] was None when .* ignore a tensor of shape"
+    with pytest.raises(SpecMismatchError, match=refused):
+        exported(**decode_inputs(model, DecodeSizes(padding=3)))
+    inputs = [{**decode_inputs(model, DecodeSizes(padding=3)), "attention_mask": None} for _ in range(2)]
     with torch.no_grad():
-        found = exported(**{**decode_inputs(model, DecodeSizes(padding=3)), "attention_mask": None}).logits
-        inputs = {**decode_inputs(model, DecodeSizes(padding=3)), "attention_mask": None}
-        torch.testing.assert_close(found, model(**inputs).logits)
+        torch.testing.assert_close(exported(**inputs[0]).logits, model(**inputs[1]).logits)
 
 
 @pytest.mark.parametrize(
@@ -281,9 +267,7 @@ def inputs(rows):
     return (torch.ones(rows, 3),), {"extra": {"a": torch.ones(rows, 3)}}
 
 
-@pytest.fixture
-def has_defect():
-    args, kwargs = inputs(4)
+def has_defect(args, kwargs):
     try:
         program = torch.export.export(Takes(), args, kwargs, dynamic_shapes=SHAPES)
     except Exception:  # versions before 2.14 refuse the shapes
@@ -295,23 +279,17 @@ def has_defect():
     return False
 
 
-def test_it_is_refused_with_its_name_where_torch_has_the_defect(has_defect):
+def test_it_is_refused_with_its_name_where_torch_has_the_defect_and_export_program_takes_it():
     args, kwargs = inputs(4)
+    error, refused = (AssertionError, torch._dynamo.exc.UserError), None  # torch's own, before 2.14
+    if has_defect(args, kwargs):
+        error, refused = InvalidArgumentError, r"Takes\.forward takes extra in its \*\*kwargs(.|\n)*, extra,"
     with register_flattening_functions():
-        if has_defect:
-            refused = r"Takes\.forward takes extra in its \*\*kwargs(.|\n)*, extra,"
-            with pytest.raises(InvalidArgumentError, match=refused):
-                torch.export.export(Takes(), args, kwargs, dynamic_shapes=SHAPES)
-        else:
-            with pytest.raises((AssertionError, torch._dynamo.exc.UserError)):  # torch's own, before 2.14
-                torch.export.export(Takes(), args, kwargs, dynamic_shapes=SHAPES)
+        with pytest.raises(error, match=refused):
+            torch.export.export(Takes(), args, kwargs, dynamic_shapes=SHAPES)
         # sizes that are fixed have no such guards
         program = torch.export.export(Takes(), args, kwargs)
         assert torch.equal(program.module()(*args, **kwargs), torch.full((4, 3), 2.0))
-
-
-def test_export_program_takes_them():
-    args, kwargs = inputs(4)
     exported = export_program(Takes(), args, kwargs)
     more, others = inputs(6)
     assert torch.equal(exported.program.module()(*more, **others), torch.full((6, 3), 2.0))

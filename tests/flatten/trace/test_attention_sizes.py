@@ -1,6 +1,6 @@
 """A trace reads the size of an attention off its arguments, and makes the program that torch's own steps make."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -43,23 +43,14 @@ def traced(module: torch.nn.Module, args, kwargs, shapes) -> list[str]:
 
 @pytest.fixture
 def by_steps(monkeypatch):
-
-    def switch() -> None:
-        monkeypatch.setattr(trace_settings, "_is_usual", lambda *given: False)
-
-    return switch
+    return lambda: monkeypatch.setattr(trace_settings, "_is_usual", lambda *given: False)
 
 
 @pytest.fixture
 def told(monkeypatch) -> list[int]:
     found: list[int] = []
     size = trace_settings._size
-
-    def counted(*given):
-        found.append(1)
-        return size(*given)
-
-    monkeypatch.setattr(trace_settings, "_size", counted)
+    monkeypatch.setattr(trace_settings, "_size", lambda *given: found.append(1) or size(*given))
     return found
 
 
@@ -130,20 +121,6 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message, told):
         Attends()(*args)
 
 
-def test_types_that_do_not_fit_are_refused_by_torch(told):
-    query, key, value = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
-    with pytest.raises(RuntimeError, match="dtype"):
-        traced(Attends(), (query, key.double(), value), {}, None)
-    assert not told
-
-
-def test_gradients_take_the_steps(told):
-    args = tuple(tensor.requires_grad_() for tensor in tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8)))
-    with register_flattening_functions():
-        torch.export.export(Attends(), args, strict=False)
-    assert not told
-
-
 @pytest.mark.parametrize("mode", ["symbolic", "fake"])
 def test_a_trace_of_the_steps_has_the_steps(mode, told):
     args = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
@@ -170,20 +147,20 @@ def test_the_operator_is_as_it_was_afterwards():
     assert ATTENTION.py_kernels == before
 
 
-def test_another_threads_trace_takes_the_steps(told):
+def test_gradients_other_types_and_the_trace_of_another_thread_take_the_steps(told):
     args = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
+    with pytest.raises(RuntimeError, match="dtype"):
+        traced(Attends(), (args[0], args[1].double(), args[2]), {}, None)
+    with register_flattening_functions():
+        torch.export.export(Attends(), tuple(one.clone().requires_grad_() for one in args), strict=False)
     shapes = tuple({0: AUTO, 2: AUTO} for _ in args)
-    found = []
 
-    def other() -> None:
+    def other() -> torch.export.ExportedProgram:
         with torch.no_grad():
-            found.append(torch.export.export(Attends(), args, dynamic_shapes=shapes, strict=False))
+            return torch.export.export(Attends(), args, dynamic_shapes=shapes, strict=False)
 
-    with PLAIN_ATTENTION:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-    assert found
+    with PLAIN_ATTENTION, ThreadPoolExecutor(1) as thread:
+        assert thread.submit(other).result()
     assert not told
 
 

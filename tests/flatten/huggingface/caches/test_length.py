@@ -10,10 +10,10 @@ from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from roundpipe_runtime.batch.splitting import split
-from tests.flatten.huggingface.caches.cache_cases import HAS_POSITION, made, round_trip
+from tests.flatten.huggingface.caches.cache_cases import HAS_POSITION, made, round_trip, states
 from tests.models import WINDOW, continued_alike, start
 from tests.modules import module_class
-from yobx_flatten import flatten_static_cache, register_flattening_functions, unflatten_static_cache
+from yobx_flatten import flatten_static_cache, unflatten_static_cache
 from yobx_flatten.errors import CacheStructureError, UnsupportedLayerError
 from yobx_flatten.huggingface.caches import layouts
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache, unflatten_dynamic_cache
@@ -23,24 +23,20 @@ def seen(cache):
     return [layer.cumulative_length for layer in cache.layers]
 
 
-def test_the_leaf_is_a_tensor_without_axes(block):
-    """Of integers, on the CPU, where reading it waits for nothing; also for layers that hold nothing on the CPU."""
+def test_the_leaf_is_a_tensor_without_axes_and_layers_count_in_a_number_again(block):
+    """Of integers, on the CPU, where reading it waits for nothing; also for layers that hold nothing on the CPU.
+
+    Eager layers branch on the number; also after `tree_map(torch.Tensor.half, cache)`. Earlier versions had integers.
+    """
     for device in ("cpu", "meta"):
         leaf = pytree.tree_leaves(made("WW", length=12, device=device))[-1]
         assert (leaf.shape, leaf.dtype, leaf.device.type, leaf.item()) == ((), torch.int64, "cpu", 12)
-
-
-def test_layers_count_in_a_number_again(block):
-    """Eager layers branch on it; also after `tree_map(torch.Tensor.half, cache)`."""
     cache = made("WW", length=12)
-    for rebuilt in (round_trip(cache), pytree.tree_map(torch.Tensor.half, cache)):
+    leaves, names = flatten_dynamic_cache(cache)
+    earlier = unflatten_dynamic_cache([*leaves[:-1], 12], names)
+    for rebuilt in (round_trip(cache), pytree.tree_map(torch.Tensor.half, cache), earlier):
         assert seen(rebuilt) == [12, 12]
         assert [type(count) for count in seen(rebuilt)] == [int, int]
-
-
-def test_leaves_of_earlier_versions_are_integers():
-    leaves, names = flatten_dynamic_cache(made("WW", length=12))
-    assert seen(unflatten_dynamic_cache([*leaves[:-1], 12], names)) == [12, 12]
 
 
 def test_a_tensor_without_a_value_stays_one(block):
@@ -76,27 +72,19 @@ def test_a_batch_that_is_split_leaves_the_length_whole(block):
 TimesSeen = module_class("TimesSeen", lambda self, x, cache: x * cache.get_seq_length())
 
 
-def program_of(monkeypatch, *, earlier):
+@pytest.mark.parametrize("earlier", [False, True], ids=["a tensor", "an integer, as in earlier versions"])
+def test_programs_that_take_either_are_stored_and_called_alike(block, monkeypatch, tmp_path, earlier):
     with monkeypatch.context() as patched:
         if earlier:
             patched.setattr(layouts, "length_leaf", lambda seen: seen)
         shapes = {"x": None, "cache": [{}, {}, {}, {}, Dim.AUTO]}
-        return torch.export.export(TimesSeen(), (torch.ones(2), made("WW", length=9)), dynamic_shapes=shapes)
-
-
-@pytest.mark.parametrize("earlier", [False, True], ids=["a tensor", "an integer, as in earlier versions"])
-def test_programs_that_take_either_are_called_alike(block, monkeypatch, earlier):
-    program = program_of(monkeypatch, earlier=earlier)
+        program = torch.export.export(TimesSeen(), (torch.ones(2), made("WW", length=9)), dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "stored.pt2")
     taken = [type(spec.arg) is SymIntArgument for spec in program.graph_signature.input_specs]
     assert taken == [False] * 5 + [earlier]
-    for count in (9, 30):
-        assert program.module()(torch.ones(2), made("WW", length=count)).tolist() == [count] * 2
-
-
-def test_a_program_of_an_earlier_version_is_loaded(block, monkeypatch, tmp_path):
-    torch.export.save(program_of(monkeypatch, earlier=True), tmp_path / "old.pt2")
-    program = torch.export.load(tmp_path / "old.pt2").module()
-    assert program(torch.ones(2), made("WW", length=30)).tolist() == [30, 30]
+    for one in (program, torch.export.load(tmp_path / "stored.pt2")):
+        for count in (9, 30):
+            assert one.module()(torch.ones(2), made("WW", length=count)).tolist() == [count] * 2
 
 
 def made_by_hand(kinds, counts, length=3):
@@ -138,58 +126,39 @@ def test_it_goes_on_as_a_model_that_filled_it(name):
     assert continued_alike(begun, rebuilt)
 
 
-def test_more_keys_than_a_full_layer_holds_are_refused():
+def test_more_keys_than_a_full_layer_holds_are_refused_and_a_layer_without_keys_has_seen_none():
     cache = made_by_hand("DW", (None, 0))
     cache.layers[1].keys = cache.layers[1].values = torch.ones(1, 2, 5, 4)
     with pytest.raises(CacheStructureError, match=r"seen different numbers of tokens: 3 and, in layers\[1\] \(W8\), 0"):
         flatten_dynamic_cache(cache)
-
-
-def test_a_layer_that_holds_no_keys_has_seen_none():
     cache = made_by_hand("W", (0,))
     cache.layers[0].keys = cache.layers[0].values = torch.ones(1, 2, 0, 4)
     leaves, names = flatten_dynamic_cache(cache)
     assert (leaves[-1], names[-1]) == (0, "length")
 
 
+# of static layers, the tensor that they count with
+POSITIONS = ["position_S16_0", "position_X8_1", "position_S16_1"] if HAS_POSITION else []
+
+
 @pytest.mark.parametrize(
-    ("layout", "expected"),
+    ("layout", "expected", "length"),
     [
-        ("DDD", ["key_0", "value_0", "key_1", "value_1", "key_2", "value_2"]),
-        ("DWD", ["key_D_0", "value_D_0", "key_W8_1", "value_W8_1", "key_D_2", "value_D_2"]),
+        ("DDD", ["key_0", "value_0", "key_1", "value_1", "key_2", "value_2"], []),
+        ("DWD", ["key_D_0", "value_D_0", "key_W8_1", "value_W8_1", "key_D_2", "value_D_2"], []),
+        ("WW", ["key_W8_0", "value_W8_0", "key_W8_1", "value_W8_1"], ["length"]),
+        ("SX", ["key_S16_0", "value_S16_0", *POSITIONS[:1], "key_X8_1", "value_X8_1", *POSITIONS[1:2]], ["length"]),
+        ("SS", ["key_S16_0", "value_S16_0", *POSITIONS[:1], "key_S16_1", "value_S16_1", *POSITIONS[2:]], []),
     ],
 )
-def test_names_state_the_kinds_of_layers_where_there_are_several(layout, expected):
-    leaves, names = flatten_dynamic_cache(made(layout))
-    assert names == expected
-    assert len(leaves) == 6
-
-
-def test_a_cache_of_sliding_layers_ends_in_its_length():
-    """No leaf's shape tells how many tokens were seen, so one integer leaf does."""
-    leaves, names = flatten_dynamic_cache(made("WW", length=12))
-    assert names == ["key_W8_0", "value_W8_0", "key_W8_1", "value_W8_1", "length"]
-    assert leaves[-1] == 12
-    assert [tuple(leaf.shape) for leaf in leaves[:-1]] == [(2, 2, 7, 4)] * 4
-
-
-def test_static_layers_list_the_tensor_they_count_with():
-    leaves, names = flatten_static_cache(made("SX", length=12))
-    if HAS_POSITION:
-        assert names == [
-            *("key_S16_0", "value_S16_0", "position_S16_0"),
-            *("key_X8_1", "value_X8_1", "position_X8_1", "length"),
-        ]
-        assert [int(leaves[2]), leaves[-1]] == [12, 12]
-    else:
-        assert names == ["key_S16_0", "value_S16_0", "key_X8_1", "value_X8_1", "length"]
-        assert leaves[-1] == 12
-
-
-def test_a_cache_of_full_static_layers_has_no_length():
-    names = flatten_static_cache(made("SS"))[1]
-    assert "length" not in names
-    assert [name for name in names if name.startswith("key")] == ["key_S16_0", "key_S16_1"]
+def test_names_state_the_kinds_of_layers_where_there_are_several(layout, expected, length):
+    """No shape of a leaf says how many tokens sliding layers alone saw: one integer leaf does, the last."""
+    flatten = flatten_static_cache if "S" in layout else flatten_dynamic_cache
+    leaves, names = flatten(made(layout, length=12))
+    assert names == [*expected, *length]
+    counts = [leaf for leaf, name in zip(leaves, names, strict=True) if name.startswith(("position_S", "length"))]
+    assert [int(count) for count in counts] == [12] * len(counts)
+    assert [tuple(leaf.shape) for leaf in leaves[:2]] == [(2, 2, {"D": 12, "W": 7, "S": 16}[layout[0]], 4)] * 2
 
 
 def test_layers_that_hold_nothing_keep_their_place():
@@ -204,25 +173,15 @@ def test_layers_that_hold_nothing_keep_their_place():
     assert [type(layer).__name__ for layer in rebuilt.layers] == [type(x).__name__ for x in cache.layers]
 
 
-def keys(*lengths):
-    return [torch.randn(1, 2, length, 4) for length in lengths]
-
-
-def test_the_window_of_a_layer_is_that_of_its_keys():
-    leaves = keys(6, 6, 5, 5)
+def test_the_window_and_the_room_of_a_layer_are_those_of_its_keys():
+    leaves = [torch.randn(1, 2, length, 4) for length in (6, 6, 5, 5)]
     cache = unflatten_dynamic_cache(iter(leaves), ["key_D_0", "value_D_0", "key_W_1", "value_W_1"])
     assert [type(layer) for layer in cache.layers] == [DynamicLayer, DynamicSlidingWindowLayer]
     assert cache.layers[1].sliding_window == 5
     assert [cache.layers[1].keys is leaves[2], cache.layers[1].values is leaves[3]] == [True, True]
     assert flatten_dynamic_cache(cache)[1][:4] == ["key_D_0", "value_D_0", "key_W5_1", "value_W5_1"]
-
-
-def test_a_static_layer_has_room_for_its_keys():
-    cache = unflatten_static_cache(keys(7, 7), ["key_S_0", "value_S_0"])
-    assert (type(cache.layers[0]), cache.layers[0].max_cache_len) == (StaticLayer, 7)
-
-
-def test_placeholders_without_a_size_are_refused():
+    (static,) = unflatten_static_cache(leaves[:2], ["key_S_0", "value_S_0"]).layers
+    assert (type(static), static.max_cache_len) == (StaticLayer, 6)
     with pytest.raises(UnsupportedLayerError, match="'W' names no kind of cache layer"):
         unflatten_dynamic_cache([object(), object()], ["key_W_0", "value_W_0"])
 
@@ -231,10 +190,6 @@ HAS_WINDOW_TENSOR = "_sliding_window_tensor" in vars(DynamicSlidingWindowLayer(8
 has_window_tensor = pytest.mark.skipif(
     not HAS_WINDOW_TENSOR, reason="transformers < 5.0 keeps no tensor beside a window"
 )
-
-
-def states():
-    return torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4)
 
 
 def fresh(window):
@@ -262,58 +217,39 @@ def test_a_window_that_nobody_has_seen_is_among_what_a_cache_gathers():
 
 
 @has_window_tensor
-def test_one_tensor_serves_all_layers_of_a_window():
+def test_one_ordinary_tensor_serves_all_layers_of_a_window():
+    """It is kept for later, where a tensor made in inference mode would be refused by autograd."""
     leaves = [*states(), *states()]
     names = [f"{part}_W1013_{layer}" for layer in range(2) for part in ("key", "value")]
-    for _ in range(2):
-        layers = unflatten_dynamic_cache([*leaves, 3], [*names, "length"]).layers
+    with torch.inference_mode():
+        unflatten_dynamic_cache([*leaves, 3], [*names, "length"])
+    layers = unflatten_dynamic_cache([*leaves, 3], [*names, "length"]).layers
     assert layers[0]._sliding_window_tensor is layers[1]._sliding_window_tensor
+    assert not layers[0]._sliding_window_tensor.is_inference()
     on_meta = unflatten_dynamic_cache([leaf.to("meta") for leaf in leaves] + [3], [*names, "length"]).layers
     assert on_meta[0]._sliding_window_tensor.device.type == "meta"
 
 
-@has_window_tensor
-def test_a_tensor_made_in_inference_mode_is_an_ordinary_one():
-    """It is kept for later, where an inference tensor would be refused by autograd."""
-    with torch.inference_mode():
-        cache = unflatten_dynamic_cache(*fresh(1019))
-    assert not cache.layers[0]._sliding_window_tensor.is_inference()
-
-
-class MakesItsCache(torch.nn.Module):
-    def forward(self, x):
-        cache = DynamicCache()
-        cache.layers = [DynamicSlidingWindowLayer(1021)]
-        cache.update(x, x, 0)
-        return cache
-
-
-class TakesACache(torch.nn.Module):
-    def forward(self, x, cache):
+class UpdatesACache(torch.nn.Module):
+    def forward(self, x, cache=None):
+        if cache is None:
+            cache = DynamicCache()
+            cache.layers = [DynamicSlidingWindowLayer(1021)]
         cache.update(x, x, 0)
         return cache
 
 
 @has_window_tensor
-def test_a_cache_that_a_program_makes_has_the_tensor_and_the_program_has_none():
-    """Made by unflatten when the program is called; in the trace it would become a constant."""
-    with register_flattening_functions(patch_transformers=True):
-        program = torch.export.export(MakesItsCache(), (torch.ones(2, 2, 3, 4),))
-        cache = program.module()(torch.ones(2, 2, 3, 4))
-    assert windows(cache) == [1021]
-    assert not program.constants
+def test_a_cache_that_a_program_returns_has_the_tensor_and_the_program_has_none(block):
+    """Made by unflatten when the program is called; in the trace it would become a constant.
 
-
-@has_window_tensor
-def test_a_cache_that_is_put_together_in_a_trace_leaves_no_constant():
-    """The example's layer is the only one of its window that had a tensor, and it was never taken apart before."""
-    names = fresh(1031)[1]
-    example = unflatten_dynamic_cache([*states(), 3], names)
-    with register_flattening_functions(patch_transformers=True):
-        program = torch.export.export(TakesACache(), (torch.ones(2, 2, 3, 4), example))
-        cache = program.module()(torch.ones(2, 2, 3, 4), example)
-    assert not program.constants
-    assert windows(cache) == [1031]
+    The second layer is the only one of its window that had a tensor, and it was never taken apart before.
+    """
+    for window, args in ((1021, ()), (1031, (unflatten_dynamic_cache(*fresh(1031)),))):
+        program = torch.export.export(UpdatesACache(), (torch.ones(2, 2, 3, 4), *args))
+        cache = program.module()(torch.ones(2, 2, 3, 4), *args)
+        assert windows(cache) == [window]
+        assert not program.constants
 
 
 @has_window_tensor

@@ -1,12 +1,12 @@
-"""Layers without a row come apart by their attributes, as they are now: every class of transformers and of models."""
+"""Caches and layers without a row come apart by their attributes: those of transformers, of models and of users."""
 
 import collections
 import copy
 import inspect
 import json
 import sys
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,9 +16,19 @@ from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from tests import fresh_process
 from tests.flatten.huggingface.caches.cache_cases import same_leaves
-from tests.flatten.huggingface.caches.every_cache import LAYERS, differences, equal, layer_of, states
-from yobx_flatten import register_flattening_functions
+from tests.flatten.huggingface.caches.every_cache import (
+    CACHES,
+    LAYERS,
+    WINDOW,
+    differences,
+    equal,
+    filled,
+    layer_of,
+    states,
+)
+from yobx_flatten import flattening_list, register_flattening_functions
 from yobx_flatten.errors import CacheStructureError, StaticDataError
 from yobx_flatten.huggingface.caches import layouts
 from yobx_flatten.huggingface.caches.layers import LETTERS, OTHER_LETTERS
@@ -52,9 +62,12 @@ def stated(layer):
 
 @every_layer
 @pytest.mark.parametrize("length", [0, 3, 12], ids=["empty", "filled", "past the window"])
-def test_a_layer_comes_back_with_every_attribute(name, length):
+def test_a_layer_comes_back_with_every_attribute_and_stays_as_it_is(name, length):
     layer = layer_of(name, length)
+    before = dict(vars(layer))
     leaves, names = flatten_layers([layer], plain=False)
+    assert vars(layer).keys() == before.keys()
+    assert all(vars(layer)[key] is value for key, value in before.items())
     [rebuilt] = unflatten_layers(leaves, json.loads(json.dumps(names)))
     assert type(rebuilt) is type(layer)
     # a layer with a row that holds nothing is made anew, with a counter of its own
@@ -72,48 +85,6 @@ def test_room_and_window_decide_whether_a_layer_can_go_back(room):
     [rebuilt] = unflatten_layers(*flatten_layers([layer], plain=False))
     assert rebuilt.is_croppable == is_croppable
     assert differences(rebuilt, layer) == []
-
-
-@every_layer
-def test_an_empty_layer_that_was_rebuilt_can_be_filled(name):
-    [rebuilt] = unflatten_layers(*flatten_layers([layer_of(name, 0)], plain=False))
-    LAYERS[name][1](rebuilt, 3)
-    expected = flatten_layers([layer_of(name, 3)], plain=False)
-    found = flatten_layers([rebuilt], plain=False)
-    assert found[1] == expected[1]
-    for a, b in zip(found[0], expected[0], strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-@every_layer
-@given(
-    batch=st.integers(2, 4),
-    length=st.integers(1, 12),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    device=st.sampled_from(["cpu", "meta"]),
-)
-@settings(max_examples=12)
-def test_the_names_do_not_depend_on_what_a_layer_holds(name, batch, length, dtype, device):
-    _, names = flatten_layers([layer_of(name, length, batch=batch, dtype=dtype, device=device)], plain=False)
-    assert names == flatten_layers([layer_of(name, 3)], plain=False)[1]
-
-
-@every_layer
-@pytest.mark.parametrize("placeholder", ["leaf", None, 7, object()], ids=["text", "None", "number", "object"])
-def test_a_layer_may_hold_anything_for_a_while(name, placeholder):
-    leaves, names = flatten_layers([layer_of(name)], plain=False)
-    filled = unflatten_layers([placeholder] * len(leaves), names)
-    again, names_again = flatten_layers(filled, plain=False)
-    assert (again, names_again) == ([placeholder] * len(leaves), names)
-
-
-@every_layer
-def test_flatten_does_not_change_a_layer(name):
-    layer = layer_of(name)
-    before = dict(vars(layer))
-    flatten_layers([layer], plain=False)
-    assert vars(layer).keys() == before.keys()
-    assert all(vars(layer)[key] is value for key, value in before.items())
 
 
 def test_layers_of_all_kinds_stand_in_one_cache():
@@ -198,12 +169,6 @@ def test_each_attribute_has_its_place_in_the_template():
     assert (used, real) == (leaves, True)
     assert list(rebuilt) == list(held)
     assert equal(rebuilt, held)
-
-
-@pytest.mark.parametrize("value", [lambda x: x, [].append, object()], ids=["lambda", "method", "object"])
-def test_an_attribute_that_cannot_be_stored_is_named(value):
-    with pytest.raises(StaticDataError, match=r"'activation' holds[^$]*register_class_flattening"):
-        read_state({"keys": torch.ones(2), "activation": value})
 
 
 def mixed(name):
@@ -293,11 +258,12 @@ def test_a_layer_that_changed_is_rebuilt_as_it_is_now(change):
     assert list(vars(rebuilt)) == list(vars(layer))
 
 
-def test_what_cannot_be_stored_is_still_refused():
+@pytest.mark.parametrize("value", [lambda x: x, [].append, object()], ids=["lambda", "method", "object"])
+def test_an_attribute_that_cannot_be_stored_is_refused_by_name_also_of_a_known_layer(value):
     layer = Noted()
     flatten_layers([layer], plain=True)
-    layer.mode = lambda hidden: hidden
-    with pytest.raises(StaticDataError, match="'mode'"):
+    layer.mode = value
+    with pytest.raises(StaticDataError, match=r"'mode' holds[^$]*register_class_flattening"):
         flatten_layers([layer], plain=True)
 
 
@@ -337,8 +303,10 @@ def test_a_window_without_its_tensor_hides_no_other():
 
 @pytest.mark.parametrize("placeholder", [None, 3, 2.5, "leaf", object()], ids=lambda value: type(value).__name__)
 @every_layer
-def test_one_placeholder_among_tensors_keeps_its_place(name, placeholder):
+def test_a_placeholder_for_one_leaf_or_for_all_keeps_its_place(name, placeholder):
     leaves, names = flatten_layers([layer_of(name), layer_of(name)], plain=True)
+    filled = unflatten_layers([placeholder] * len(leaves), names)
+    assert flatten_layers(filled, plain=True) == ([placeholder] * len(leaves), names)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
@@ -373,19 +341,213 @@ def test_names_that_somebody_changes_are_her_own():
 def test_plans_of_many_layouts_are_found_from_many_threads():
     caches = [[layer_of("DynamicLayer") for _ in range(count)] for count in range(1, 25)]
     flat = [flatten_layers(layers, plain=True) for layers in caches]
-    wrong = []
 
-    def work():
+    def wrong(_):
         for _ in range(20):
             for count, (leaves, names) in enumerate(flat, start=1):
                 layers = unflatten_layers(leaves, names)
                 if [layer.keys is leaf for layer, leaf in zip(layers, leaves[::2], strict=True)] != [True] * count:
-                    wrong.append(count)
+                    return count
+        return None
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(wrong, range(2))) == [None, None]
     assert len(layouts._RECENT) <= 8
+
+
+every_cache = pytest.mark.parametrize("name", CACHES)
+
+
+@pytest.fixture
+def cache(name):
+    """Made before the block is entered: models import other models."""
+    return CACHES[name]()
+
+
+@every_cache
+def test_a_cache_comes_back_with_every_attribute(name, cache):
+    with register_flattening_functions(patch_transformers=True):
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(cache)[0]]
+        leaves, spec = pytree.tree_flatten(cache)
+        stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
+        rebuilt = pytree.tree_unflatten(leaves, stored)
+    assert stored == spec
+    assert leaves
+    assert len(set(paths)) == len(leaves)
+    assert all(isinstance(leaf, (torch.Tensor, int)) for leaf in leaves)
+    assert type(rebuilt) is type(cache)
+    ignored = {"layer_class_to_replicate", "offloading"}
+    left, right = ({k: v for k, v in vars(x).items() if k not in ignored} for x in (rebuilt, cache))
+    assert left.keys() == right.keys()
+    assert [key for key in right if not equal(left[key], right[key])] == []
+
+
+@every_cache
+@pytest.mark.parametrize("placeholder", ["leaf", 7, object()], ids=["text", "number", "object"])
+def test_a_cache_may_hold_anything_for_a_while(name, cache, placeholder):
+    """torch puts names and numbers in place of leaves, and takes the cache apart again."""
+    with register_flattening_functions(patch_transformers=True):
+        leaves, spec = pytree.tree_flatten(cache)
+        again = pytree.tree_flatten(pytree.tree_unflatten([placeholder] * len(leaves), spec))
+    assert again == ([placeholder] * len(leaves), spec)
+
+
+# -- the user's own
+
+
+class ScaledLayer(DynamicLayer):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.power = torch.ones(4), 2
+
+
+class NotedCache(DynamicCache):
+    def __init__(self):
+        super().__init__()
+        self.scores, self.mode = torch.zeros(3), ("mean", 1)
+
+
+def test_a_users_layer_and_cache_come_back():
+    cache = NotedCache()
+    cache.layers = [DynamicLayer(), ScaledLayer()]
+    filled(cache)
+    with register_flattening_functions(patch_transformers=True):
+        named, spec = pytree.tree_flatten_with_path(cache)
+        rebuilt = pytree.tree_unflatten([leaf for _, leaf in named], pytree.treespec_loads(pytree.treespec_dumps(spec)))
+    assert [pytree.keystr(path) for path, _ in named] == [
+        "['key_D_0']",
+        "['value_D_0']",
+        "['key_ScaledLayer_1']",
+        "['value_ScaledLayer_1']",
+        "['scale_ScaledLayer_1']",
+        "['scores']",
+    ]
+    assert (type(rebuilt), type(rebuilt.layers[1])) == (NotedCache, ScaledLayer)
+    assert rebuilt.scores is cache.scores
+    assert rebuilt.mode == ("mean", 1)
+    assert equal(vars(rebuilt.layers[1]), vars(cache.layers[1]))
+
+
+def test_an_attribute_of_a_cache_that_cannot_be_stored_is_named():
+    cache = filled(NotedCache())
+    cache.callback = lambda: 1
+    named = pytest.raises(StaticDataError, match="'callback' holds")
+    with register_flattening_functions(patch_transformers=True), named:
+        pytree.tree_flatten(cache)
+
+
+def test_a_cache_that_the_user_registered_with_torch_keeps_hers(monkeypatch):
+    hers = pytree.NodeDef(NotedCache, lambda one: ([one.scores], None), lambda leaves, _: NotedCache(), None)
+    monkeypatch.setitem(pytree.SUPPORTED_NODES, NotedCache, hers)
+    with register_flattening_functions(patch_transformers=True) as undo:
+        assert pytree.SUPPORTED_NODES[NotedCache] is hers
+        assert len(pytree.tree_leaves(NotedCache())) == 1
+    assert NotedCache not in undo
+    assert pytree.SUPPORTED_NODES[NotedCache] is hers
+
+
+IMPORTED_INSIDE = """
+import warnings
+warnings.simplefilter("error")
+import torch.utils._pytree as pytree
+import transformers
+from yobx_flatten import register_flattening_functions
+
+with register_flattening_functions(patch_transformers=True) as undo:
+    from transformers.models.mimi.modeling_mimi import MimiConv1dPaddingCache
+    assert undo[MimiConv1dPaddingCache] is True
+    cache = MimiConv1dPaddingCache(1, [2], ["constant"], [4])
+    _, spec = pytree.tree_flatten(cache)
+    assert type(pytree.tree_unflatten([], spec)) is MimiConv1dPaddingCache
+assert MimiConv1dPaddingCache not in pytree.SUPPORTED_NODES
+with register_flattening_functions(patch_transformers=True) as undo:
+    assert undo[MimiConv1dPaddingCache] is True
+assert MimiConv1dPaddingCache not in pytree.SUPPORTED_NODES
+assert not [name for name in map(str, pytree._cxx_pytree_pending_imports) if "Mimi" in name]
+"""
+
+
+def test_a_model_imported_inside_the_block_is_known_and_gone_afterwards():
+    fresh_process.run("-c", IMPORTED_INSIDE)
+
+
+CONTENTS = st.fixed_dictionaries(
+    {
+        "batch": st.integers(2, 4),
+        "length": st.integers(2, WINDOW + 4),
+        "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+        "device": st.sampled_from(["cpu", "meta"]),
+    }
+)
+
+
+def cache_of(name, layers=2, **contents):
+    cache = DynamicCache()
+    cache.layers = [layer_of(name, **contents) for _ in range(layers)]
+    return cache
+
+
+def same(a, b):
+    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("name", [*LAYERS, *CACHES])
+@given(contents=CONTENTS, times=st.integers(1, 3))
+@settings(max_examples=15, deadline=None)  # some make a model's configuration first
+def test_a_layer_or_cache_has_one_spec_whatever_it_holds(name, contents, times):
+    expected_of, cache = (
+        (CACHES[name](), CACHES[name](**contents)) if name in CACHES else (cache_of(name), cache_of(name, **contents))
+    )
+    with register_flattening_functions(patch_transformers=True):
+        expected = pytree.tree_structure(expected_of)
+        assert all(pytree.tree_structure(cache) == expected for _ in range(times))
+        leaves, spec = pytree.tree_flatten(cache)
+        assert pytree.tree_structure(pytree.tree_unflatten(leaves, spec)) == expected
+
+
+@every_layer
+@given(length=st.integers(0, WINDOW + 2), chunks=st.lists(st.integers(1, 2), min_size=1, max_size=3))
+@settings(max_examples=15)
+def test_a_rebuilt_layer_goes_on_step_by_step(name, length, chunks):
+    """Rebuilt before each step, as between the calls of a program: after any steps it holds the same, bit by bit."""
+    original, rebuilt = cache_of(name, 1, length=length), cache_of(name, 1, length=length)
+    fill = LAYERS[name][1]
+    with register_flattening_functions(patch_transformers=True):
+        for chunk in chunks:
+            rebuilt = pytree.tree_unflatten(*pytree.tree_flatten(rebuilt))
+            fill(original.layers[0], chunk)
+            fill(rebuilt.layers[0], chunk)
+        expected, found = pytree.tree_leaves(original), pytree.tree_leaves(rebuilt)
+        assert pytree.tree_structure(rebuilt) == pytree.tree_structure(original)
+    assert len(found) == len(expected)
+    assert all(map(same, found, expected))
+
+
+STEPS = {
+    "MtpCache": lambda cache, x: cache.update(x, x + 1, 1),
+    "DFlashCache": lambda cache, x: cache.update(x, x + 1, 1),
+    "MiniMaxCache": lambda cache, x: (cache.update(x, x + 1, 0), cache.get_linear_cache(2), torch.tensor(len(cache))),
+    "MimiConv1dPaddingCache": lambda cache, x: cache.update(x[:, :, 0].repeat(1, 2, 1), 0),
+    "ReformerDynamicCache": lambda cache, x: cache.update(None, x[:, :, 0], 0),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_rebuilt_cache_goes_on_step_by_step(name):
+    original = CACHES[name]()
+    rebuilt = copy.deepcopy(original)
+    with register_flattening_functions(patch_transformers=True):
+        for step in range(3):
+            rebuilt = pytree.tree_unflatten(*pytree.tree_flatten(rebuilt))
+            given_states = torch.full((2, 2, 1, 4), float(step))
+            expected, found = (STEPS[name](cache, given_states) for cache in (original, rebuilt))
+            for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+                assert same(a, b)
+        for a, b in zip(pytree.tree_leaves(rebuilt), pytree.tree_leaves(original), strict=True):
+            assert same(a, b)
+
+
+def test_every_class_of_layer_and_cache_is_listed():
+    classes = {type(layer_of(name, 0)) for name in LAYERS} | {type(make()) for make in CACHES.values()}
+    listed = {row.cls for row in flattening_list()}
+    assert {f"{cls.__module__}.{cls.__qualname__}" for cls in classes} <= listed

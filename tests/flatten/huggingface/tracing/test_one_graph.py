@@ -3,6 +3,7 @@
 import copy
 import pathlib
 import textwrap
+from typing import Any
 
 import pytest
 import torch
@@ -37,24 +38,27 @@ SIZES = {
 }
 
 
-def _program(name: str, **options: object) -> torch.export.ExportedProgram:
-    kwargs = decode_inputs(make_model(name), EXAMPLE)
-    return torch.export.export(make_model(name), (), kwargs, dynamic_shapes=dynamic_shapes(kwargs), **options)
+def _program(model: torch.nn.Module, kwargs: dict[str, Any], **options: object) -> torch.export.ExportedProgram:
+    return torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs), **options)
+
+
+def assert_same_steps(module: torch.nn.Module, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    for found, expected in zip(steps_of(module, kwargs), steps_of(model, kwargs), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture(scope="module", params=cases(["llama", "gemma2", "gemma3", "mistral"], quick=["gemma2"]))
 def exported(request):
+    model = make_model(request.param)
     with register_flattening_functions(patch_transformers=True):
-        program = _program(request.param)
+        program = _program(model, decode_inputs(model, EXAMPLE))
         yield request.param, program, program.module()
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_one_program_serves_every_length(exported, sizes):
     name, _, module = exported
-    kwargs = decode_inputs(make_model(name), sizes, seed=sizes.past)
-    for found, expected in zip(steps_of(module, kwargs), steps_of(make_model(name), kwargs), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert_same_steps(module, make_model(name), decode_inputs(make_model(name), sizes, seed=sizes.past))
 
 
 @pytest.fixture(scope="module")
@@ -98,54 +102,37 @@ def test_no_layer_of_the_program_keeps_more_than_its_window(exported):
 @pytest.mark.parametrize("name", cases(["gemma2", "mistral"], quick=["gemma2"]))
 def test_an_example_below_the_window_serves_lengths_past_it(name):
     """The example's side of the window does not matter, nor does the way torch is asked to guard."""
-    kwargs = decode_inputs(make_model(name), DecodeSizes(batch=2, past=3, new=2))
+    model = make_model(name)
+    example = decode_inputs(model, DecodeSizes(batch=2, past=3, new=2))
     with register_flattening_functions(patch_transformers=True):
-        program = torch.export.export(
-            make_model(name),
-            (),
-            kwargs,
-            dynamic_shapes=dynamic_shapes(kwargs),
-            prefer_deferred_runtime_asserts_over_guards=True,
-        )
-        module = program.module()
+        module = _program(model, example, prefer_deferred_runtime_asserts_over_guards=True).module()
         for sizes in SIZES.values():
-            case = decode_inputs(make_model(name), sizes)
-            expected = steps_of(make_model(name), case)
-            for found, wanted in zip(steps_of(module, case), expected, strict=True):
-                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+            assert_same_steps(module, model, decode_inputs(model, sizes))
 
 
 def test_position_ids_may_be_given():
-    model = make_model("gemma2")
-    like = dict.fromkeys(("input_ids", "attention_mask", "position_ids", WORD))
-    kwargs = decode_inputs(model, EXAMPLE, like=like)
-    case = decode_inputs(model, SIZES["past the window, a padded row"], like=like)
+    model, like = make_model("gemma2"), dict.fromkeys(("input_ids", "attention_mask", "position_ids", WORD))
     with register_flattening_functions(patch_transformers=True):
-        program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
-        found = steps_of(program.module(), case)
-    for logits, expected in zip(found, steps_of(model, case), strict=True):
-        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        module = _program(model, decode_inputs(model, EXAMPLE, like=like)).module()
+        assert_same_steps(module, model, decode_inputs(model, SIZES["past the window, a padded row"], like=like))
 
 
 @pytest.mark.parametrize("name", cases(["llama", "mistral", "gemma3"], quick=["mistral"]))
 def test_prefill_is_exported_without_a_cache(name):
     model = make_model(name)
-    ids = torch.randint(3, 90, (2, WINDOW + 3), generator=torch.Generator().manual_seed(0))
+
+    def call(batch, length):
+        ids = torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(length))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True}
+
     with register_flattening_functions(patch_transformers=True):
-        program = torch.export.export(
-            model,
-            (),
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True},
-            dynamic_shapes=dynamic_shapes({"input_ids": ids, "attention_mask": ids, "use_cache": True}),
-        )
+        program = _program(model, call(2, WINDOW + 3))
         assert not [key for key in program.constants if "lifted" in key]
-        for batch, length in ((3, 4), (1, 2 * WINDOW + 1)):
-            other = torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(length))
+        for given in (call(3, 4), call(1, 2 * WINDOW + 1)):
             with torch.no_grad():
-                call = {"input_ids": other, "attention_mask": torch.ones_like(other), "use_cache": True}
-                found, expected = program.module()(**call), model(**call)
+                found, expected = program.module()(**given), model(**given)
                 torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)
-                following = {"input_ids": other[:, :1], "use_cache": True}
+                following = {"input_ids": given["input_ids"][:, :1], "use_cache": True}
                 after = model(**following, **{WORD: cache_of(found)}).logits
                 wanted = model(**following, **{WORD: cache_of(expected)}).logits
             torch.testing.assert_close(after, wanted, atol=1e-5, rtol=1e-5)
@@ -153,20 +140,13 @@ def test_prefill_is_exported_without_a_cache(name):
 
 def test_a_program_exported_from_a_built_cache_takes_a_real_one():
     model = make_model("llama")
-    config = model.config
-    shape = (2, config.num_key_value_heads, 5, config.head_dim)
-    built = make_dynamic_cache([(torch.randn(shape), torch.randn(shape)) for _ in range(config.num_hidden_layers)])
-    kwargs = {
-        "input_ids": torch.randint(3, 90, (2, 3)),
-        "attention_mask": torch.ones(2, 8, dtype=torch.int64),
-        WORD: built,
-    }
-    case = decode_inputs(model, DecodeSizes(batch=3, past=11, new=1))
+    shape = (2, model.config.num_key_value_heads, 5, model.config.head_dim)
+    pairs = [(torch.randn(shape), torch.randn(shape)) for _ in range(model.config.num_hidden_layers)]
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    kwargs = {"input_ids": torch.randint(3, 90, (2, 3)), "attention_mask": mask, WORD: make_dynamic_cache(pairs)}
     with register_flattening_functions(patch_transformers=True):
-        program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
-        found = steps_of(program.module(), case)
-    for logits, expected in zip(found, steps_of(model, case), strict=True):
-        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        module = _program(model, kwargs).module()
+        assert_same_steps(module, model, decode_inputs(model, DecodeSizes(batch=3, past=11, new=1)))
 
 
 def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
@@ -176,7 +156,7 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
         # no_grad: elsewhere torch 2.13 cannot load a `torch.no_grad()` region whose results nobody uses, and gemma3 in
         # transformers 5.0 has one ("Node.meta wrap_with_set_grad_enabled_1 is missing val field")
         with register_flattening_functions(patch_transformers=True), torch.no_grad():
-            program = _program(name)
+            program = _program(make_model(name), decode_inputs(make_model(name), EXAMPLE))
             torch.export.save(program, tmp_path / f"{name}.pt2")
             leaves, spec = torch.utils._pytree.tree_flatten(cache)
             with torch.no_grad():
@@ -204,7 +184,7 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
 def test_the_interface_of_an_attention_with_a_window_is_kept():
     model, kept = make_model("mistral"), "model.layers.0.self_attn"
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
-        program = _program("mistral", preserve_module_call_signature=(kept,))
+        program = _program(model, decode_inputs(model, EXAMPLE), preserve_module_call_signature=(kept,))
         signatures = {entry.fqn: entry.signature for entry in program.module_call_graph}
         assert WORD in signatures[kept].in_spec.child(1).context
         unflattened = torch.export.unflatten(program)

@@ -36,44 +36,33 @@ pytestmark = pytest.mark.slow
 EXAMPLE = DecodeSizes(batch=2, past=WINDOW + 4, new=3)
 
 
-def test_the_length_of_the_mask_stands_for_the_counter():
-    model = make_model("mistral")
-    kwargs = decode_inputs(model, DecodeSizes(batch=2, past=3, new=2))
-    del kwargs["attention_mask"]
-    decoder = SlidingDecoder(model, {**kwargs, "use_cache": True}, WORD)
-    given = decoder.inputs(kwargs)
-    assert given["attention_mask"].tolist() == [[1] * 5] * 2
-    assert given["position_ids"].tolist() == [[3, 4]] * 2
-    cache = cache_of(kwargs)
-    with torch.no_grad():
-        for step in range(WINDOW):
-            found = decoder(**given)
-            expected = model(input_ids=given["input_ids"], **{WORD: cache}, use_cache=True)
-            torch.testing.assert_close(found["logits"], expected.logits, atol=1e-5, rtol=1e-5)
-            assert given["position_ids"][0, 0] == 3 + 2 * step
-            given = decoder.next_inputs(given, found, seed=step)
-    assert cache_of(given)[0]["key"].shape[2] == WINDOW - 1
-
-
-def test_tokens_with_codes_beside_them_are_counted_by_their_second_axis():
-    model = make_codes_model()
-    codes = torch.randint(1, 5, (2, 5, 3), generator=torch.Generator().manual_seed(0))
-    cache = cache_of(model(input_ids=codes[:, :3], use_cache=True))
-    kwargs = {"input_ids": codes[:, 3:], WORD: cache, "use_cache": True}
+@pytest.mark.parametrize("codes", [False, True], ids=["tokens", "tokens with codes beside them"])
+def test_the_length_of_the_mask_stands_for_the_counter(codes):
+    """Tokens with codes beside them are counted by their second axis."""
+    if codes:
+        model = make_codes_model()
+        tokens = torch.randint(1, 5, (2, 5, 3), generator=torch.Generator().manual_seed(0))
+        kwargs = {"input_ids": tokens[:, 3:], WORD: cache_of(model(input_ids=tokens[:, :3], use_cache=True))}
+    else:
+        model = make_model("mistral")
+        kwargs = decode_inputs(model, DecodeSizes(batch=2, past=3, new=2))
+        del kwargs["attention_mask"]
+    kwargs["use_cache"] = True
     assert why_not_sliding(model, kwargs, WORD) is None
     decoder = SlidingDecoder(model, kwargs, WORD)
     given = decoder.inputs(kwargs)
-    assert given["attention_mask"].shape == (2, 5)
+    cache = cache_of(kwargs)
     with torch.no_grad():
         for step in range(WINDOW):
+            assert given["attention_mask"].tolist() == [[1] * (5 + 2 * step)] * 2
+            assert codes or given["position_ids"].tolist() == [[3 + 2 * step, 4 + 2 * step]] * 2
             found = decoder(**given)
-            mask = given[
-                "attention_mask"
-            ]  # without, transformers 5.17 lets the first of two new tokens read the second
-            expected = model(input_ids=given["input_ids"], attention_mask=mask, **{WORD: cache}, use_cache=True)
+            # without a mask, transformers 5.17 lets the first of two new tokens of such a model read the second
+            mask = {"attention_mask": given["attention_mask"]} if codes else {}
+            expected = model(input_ids=given["input_ids"], **mask, **{WORD: cache}, use_cache=True)
             torch.testing.assert_close(found["logits"], expected.logits, atol=1e-5, rtol=1e-5)
-            assert given["attention_mask"].shape[1] == 5 + 2 * step
             given = decoder.next_inputs(given, found, seed=step)
+    assert codes or cache_of(given)[0]["key"].shape[2] == WINDOW - 1
 
 
 def make_codes_model():
@@ -81,18 +70,10 @@ def make_codes_model():
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
     small = {"intermediate_size": 32, "num_filters": 4, "codebook_size": 8, "codebook_dim": 8, "upsample_groups": 32}
-    config = KyutaiSpeechToTextConfig(
-        **sizes,
-        vocab_size=40,
-        codebook_vocab_size=9,
-        pad_token_id=3,
-        audio_pad_token_id=8,
-        num_codebooks=2,
-        ffn_dim=64,
-        max_position_embeddings=64,
-        sliding_window=WINDOW,
-        codec_config=MimiConfig(**sizes, **small).to_dict(),
-    )
+    vocabularies = {"vocab_size": 40, "codebook_vocab_size": 9, "pad_token_id": 3, "audio_pad_token_id": 8}
+    lengths = {"num_codebooks": 2, "ffn_dim": 64, "max_position_embeddings": 64, "sliding_window": WINDOW}
+    codec = MimiConfig(**sizes, **small).to_dict()
+    config = KyutaiSpeechToTextConfig(**sizes, **vocabularies, **lengths, codec_config=codec)
     return KyutaiSpeechToTextForConditionalGeneration(config).eval()
 
 
@@ -115,12 +96,9 @@ def test_a_specification_for_the_model_becomes_one_for_its_parts():
     model = make_model("mistral")
     kwargs = decode_inputs(model, DecodeSizes())
     decoder = SlidingDecoder(model, kwargs, WORD)
-    shapes = dynamic_shapes(
-        kwargs, {"input_ids": {0: "rows"}, "attention_mask": None, "past_key_values.value_W8_1": None}
-    )
-    found = decoder.shapes(shapes)
-    assert found["input_ids"] == {0: "rows"}
-    assert found["attention_mask"] is None
+    given = {"input_ids": {0: "rows"}, "attention_mask": None, "past_key_values.value_W8_1": None}
+    found = decoder.shapes(dynamic_shapes(kwargs, given))
+    assert (found["input_ids"], found["attention_mask"]) == ({0: "rows"}, None)
     assert set(found["position_ids"]) == {0, 1}
     assert [set(layer["key"]) for layer in found["cache"]] == [{0, 2}, {0, 2}]
     assert found["cache"][1]["value"] is None
@@ -248,11 +226,7 @@ def test_recurrences_experts_and_positions_have_one_program(name):
 
 
 # 5.24 has the first model that calls its layers in a loop; where only the last call writes, the others read the past
-LOOPED = {
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_hidden_layers": 4,
-    "sliding_window": WINDOW,
-}
+LOOPED = {**_MIXED, "layer_types": _MIXED["layer_types"] * 2, "num_hidden_layers": 4}
 LOOPED |= {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3, "ngpt_alpha_init": 0.5, "head_dim": 8}
 
 

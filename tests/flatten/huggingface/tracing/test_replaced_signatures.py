@@ -53,16 +53,17 @@ def test_masks_and_layers_have_the_parameters_that_their_versions_know():
     """A new parameter of a layer's method is noticed here, and not by a user."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", errors.ReplacedFunctionWarning)
-        for _, name, make in support.mask_replacements():
-            make(vars(sys.modules["transformers.masking_utils"]).get(name) or vars(target_of(name))[name])
+        for module, name, make in support.mask_replacements():
+            make(vars(sys.modules["transformers.masking_utils"]).get(name) or vars(module)[name])
     for cls, name, _ in layer_replacements():
         takes = inspect.signature(vars(cls)[name]).parameters.values()
         named = {one.name for one in takes if one.kind is one.POSITIONAL_OR_KEYWORD}
         assert named <= OF_LAYERS, (cls, name, named - OF_LAYERS)
 
 
-def target_of(name):
-    return next(module for module, found, _ in support.mask_replacements() if found == name)
+@pytest.fixture
+def never_warned(monkeypatch):
+    monkeypatch.setattr(replacement, "_warned", type(replacement._warned)())
 
 
 @pytest.fixture
@@ -96,7 +97,8 @@ def test_a_version_is_called_as_the_original_is(mixer, args, kwargs):
     assert version(*args, **kwargs) == (("original", -1, "c", "m", {"more": 2}), "c")
 
 
-def test_another_signature_is_a_warning_with_its_name_once(mixer):
+def test_another_signature_is_a_warning_with_its_name_once(mixer, never_warned):
+    """A parameter that is not known could change the result: a version without it does not stand for the original."""
 
     def make(original):
         def forward(self, hidden, cache, rotations):
@@ -104,7 +106,6 @@ def test_another_signature_is_a_warning_with_its_name_once(mixer):
 
         return forward
 
-    replacement._warned.clear()
     with pytest.warns(
         errors.ReplacedFunctionWarning, match=r"mixer.*it takes no rotations.*newest tested transformers is 5\."
     ):
@@ -112,26 +113,16 @@ def test_another_signature_is_a_warning_with_its_name_once(mixer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert replacement.replacement(make)(mixer) is mixer
-    replacement._warned.clear()
 
+    def scaled(self, hidden, cache, scale): ...
 
-def test_a_parameter_that_is_not_known_is_a_warning():
-    """It could change the result: a version without it does not stand for the original."""
+    def plain(self, hidden, cache): ...
 
-    def original(self, hidden, cache, scale): ...
-
-    def make(original):
-        def forward(self, hidden, cache): ...
-
-        return forward
-
-    replacement._warned.clear()
     with pytest.warns(errors.ReplacedFunctionWarning, match=r"it takes scale, whose meaning is not known here"):
-        assert replacement.replacement(make)(original) is original
-    replacement._warned.clear()
+        assert replacement.replacement(lambda original: plain)(scaled) is scaled
 
 
-def test_a_changed_release_is_named_in_a_trace(monkeypatch):
+def test_a_changed_release_is_named_in_a_trace(monkeypatch, never_warned):
     changed = types.ModuleType("transformers.models.dbrx.modeling_dbrx")
 
     class DbrxExperts:
@@ -139,11 +130,9 @@ def test_a_changed_release_is_named_in_a_trace(monkeypatch):
 
     changed.DbrxExperts = DbrxExperts
     monkeypatch.setitem(sys.modules, changed.__name__, changed)
-    replacement._warned.clear()
     (found,) = [row for row in model_replacements() if row[0] is DbrxExperts]
     with pytest.warns(errors.ReplacedFunctionWarning, match=r"DbrxExperts\.forward.*it takes capacity"):
         assert found[2](DbrxExperts.forward) is DbrxExperts.forward
-    replacement._warned.clear()
 
 
 has_chunk_functions = pytest.mark.skipif(

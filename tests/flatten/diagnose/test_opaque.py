@@ -1,4 +1,4 @@
-"""`find_unregistered`, `check_recipe`, `explain`, `compare_specs`: what torch does not flatten, and how trees differ."""
+"""`find_unregistered`, `check_recipe`, `explain`, `compare_specs`: what torch does not flatten, how trees differ."""
 
 import collections
 import dataclasses

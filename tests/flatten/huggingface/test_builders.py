@@ -224,17 +224,17 @@ def test_every_word_is_read_off_a_signature(word):
     assert argument_of(of(word, "Cache")) == word
     assert argument_of(of(word, "tuple[tuple[Tensor]] | None")) == word  # what RoBERTa's forward still states
     assert argument_of(transformers.RobertaForCausalLM.forward) == WORD
-    # models of PEFT take `*args` and `**kwargs`: the forward inside is asked
-    model = peft.get_peft_model(make_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    assert argument_of(forward_of(model)) == WORD
 
 
-def test_a_word_of_tomorrow_is_found_by_its_type():
+def test_a_word_of_tomorrow_is_found_by_its_type_and_the_forward_of_an_adapter_inside():
     assert argument_of(of("states", "Cache | None")) == "states"
     assert argument_of(of("cache", "Tensor")) is None
     assert argument_of(of("cache", "dict[str, Tensor]")) is None
     assert argument_of(of("states", "list[Tensor]")) is None
     assert argument_of(of("features")) is None
+    # models of PEFT take `*args` and `**kwargs`: the forward inside is asked
+    model = peft.get_peft_model(copy.deepcopy(make_model("llama")), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert argument_of(forward_of(model)) == WORD
 
 
 def test_a_usual_word_counts_by_its_value_and_an_output_answers_by_its_own_entry():

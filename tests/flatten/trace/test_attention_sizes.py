@@ -138,15 +138,6 @@ def test_a_trace_of_the_steps_has_the_steps(mode, told):
     assert ATTENTION not in {node.target for node in (*steps.graph.nodes, *decomposed.graph.nodes)}
 
 
-def test_the_operator_is_as_it_was_afterwards():
-    before = dict(ATTENTION.py_kernels)
-    with PLAIN_ATTENTION, PLAIN_ATTENTION:
-        assert len(ATTENTION.py_kernels) == len(before) + 1
-    with pytest.raises(RuntimeError):
-        traced(Attends(), tensors((2, 4, 3, 8), (2, 4, 7, 6), (2, 4, 7, 6)), {}, None)
-    assert ATTENTION.py_kernels == before
-
-
 def test_gradients_other_types_and_the_trace_of_another_thread_take_the_steps(told):
     args = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
     with pytest.raises(RuntimeError, match="dtype"):

@@ -1,7 +1,6 @@
 """Around an export inside a block: programs explain themselves, equal dimensions stay apart, and all is put back."""
 
 import copy
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import onnxruntime
@@ -86,13 +85,6 @@ def test_a_program_called_outside_names_the_class_and_the_line_as_do_its_module_
     with pytest.raises(NotRegisteredError) as caught:
         program.run_decompositions()
     assert BLOCK_LINE in str(caught.value)
-
-
-def test_a_program_without_our_classes_needs_no_block():
-    with register_flattening_functions(patch_transformers=True):
-        program = export(Add(), (torch.ones(2), torch.ones(2)))
-    assert program.module()(torch.ones(2), torch.ones(2)).item() == 4
-    assert program.run_decompositions().module()(torch.ones(2), torch.ones(2)).item() == 4
 
 
 def test_a_class_of_the_user_is_explained_with_her_call():
@@ -184,20 +176,6 @@ def test_every_replaced_attribute_is_back_after_an_export_also_one_that_failed()
     assert fx_config.use_duck_shape is True
 
 
-def test_the_export_function_is_wrapped_while_a_block_is_open():
-    trace, program_init, finders = traced_function(), vars(ExportedProgram)["__init__"], list(sys.meta_path)
-    seen = []
-    with register_flattening_functions():
-        seen.append(traced_function() is trace)
-        with register_flattening_functions():
-            seen.append(traced_function() is trace)
-        seen.append(traced_function() is trace)
-    assert seen == [False, False, False]
-    assert traced_function() is trace
-    assert vars(ExportedProgram)["__init__"] is program_init
-    assert sys.meta_path == finders
-
-
 def test_a_function_kept_from_a_block_is_the_original_afterwards():
     """Who imported torch's export function inside a block may call it later: no dimension setting, no replacement."""
     with register_flattening_functions(patch_transformers=True):
@@ -205,13 +183,6 @@ def test_a_function_kept_from_a_block_is_the_original_afterwards():
     watching = Watching(lambda: (fx_config.use_duck_shape, vars(DynamicSlidingWindowLayer)["update"].__module__))
     kept(watching, (torch.ones(2),), strict=False)
     assert set(watching.answers()) == {(True, "transformers.cache_utils")}
-
-
-def test_equal_dimensions_of_an_example_stay_apart():
-    example, shapes = (torch.ones(3), torch.ones(3)), ({0: Dim.AUTO}, {0: Dim.AUTO})
-    with register_flattening_functions():
-        program = export(Add(), example, dynamic_shapes=shapes)
-    assert program.module()(torch.ones(4), torch.ones(6)).item() == 10
 
 
 def test_an_export_in_another_thread_is_wrapped():

@@ -47,14 +47,6 @@ def model_class(module, name):
     return getattr(pytest.importorskip(f"transformers.models.{module}"), name)
 
 
-def deepseek_config():
-    return model_class("deepseek_v4.configuration_deepseek_v4", "DeepseekV4Config")(
-        num_hidden_layers=2,
-        sliding_window=WINDOW,
-        layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
-    )
-
-
 def compressed(layer, length, *, batch=2, dtype=torch.float32, device="cpu"):
     attend(layer, length, batch=batch, dtype=dtype, device=device)
     for name in layer.buffer_kv:
@@ -63,60 +55,52 @@ def compressed(layer, length, *, batch=2, dtype=torch.float32, device="cpu"):
         layer.entry_count[name] = length // 2
 
 
-def of_deepseek(name):
-    return lambda: model_class("deepseek_v4.modeling_deepseek_v4", name)(deepseek_config())
+# name -> how to make it, how to fill it
+# of `cache_utils`: arguments, and how to fill it
+OF_TRANSFORMERS = {
+    "DynamicLayer": ((), attend),
+    "DynamicSlidingWindowLayer": ((WINDOW,), attend),
+    "StaticLayer": ((ROOM,), attend),
+    "StaticSlidingWindowLayer": ((ROOM, WINDOW), attend),
+    "DynamicIndexedLayer": ((), index),
+    "StaticIndexedLayer": ((ROOM,), index),
+    "LinearAttentionLayer": ((), recur),
+    "LinearAttentionAndFullAttentionLayer": ((), recur_and_attend),
+    "LinearAttentionAndSlidingWindowAttentionLayer": ((WINDOW,), recur_and_attend),
+    "LinearAttentionAndStaticFullAttentionLayer": ((ROOM,), recur_and_attend),
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": ((ROOM, WINDOW), recur_and_attend),
+    "Fp8QuantizedLayer": ((), attend),
+    "DummyLayer": ((), lambda layer, length, **options: None),
+}
+# of models: the module, too
+OF_MODELS = {
+    "DeepseekV4HCACache": ("deepseek_v4", (), compressed),
+    "DeepseekV4CSACache": ("deepseek_v4", (), compressed),
+    "MiniMaxM3VLSparseCacheLayer": ("minimax_m3_vl", (), sparse),
+    "MiniMaxM3VLSparseStaticCacheLayer": ("minimax_m3_vl", (ROOM,), sparse),
+    "UnlimitedOcrDynamicReferenceSlidingWindowLayer": ("unlimited_ocr", (WINDOW,), attend),
+    "UnlimitedOcrStaticReferenceSlidingWindowLayer": ("unlimited_ocr", (3 * ROOM, WINDOW), attend),
+}
 
 
-def of_unlimited_ocr(name):
-    return model_class("unlimited_ocr.modeling_unlimited_ocr", name)
+def made_by(name):
+    if name in OF_TRANSFORMERS:
+        return lambda: getattr(cache_utils, name)(*OF_TRANSFORMERS[name][0])
+    model, arguments, _ = OF_MODELS[name]
+    configured = (deepseek_config,) if model == "deepseek_v4" else ()
+    return lambda: model_class(f"{model}.modeling_{model}", name)(*(make() for make in configured), *arguments)
+
+
+def deepseek_config():
+    return model_class("deepseek_v4.configuration_deepseek_v4", "DeepseekV4Config")(
+        num_hidden_layers=2,
+        sliding_window=WINDOW,
+        layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
+    )
 
 
 # name -> how to make it, how to fill it
-LAYERS = {
-    "DynamicLayer": (cache_utils.DynamicLayer, attend),
-    "DynamicSlidingWindowLayer": (lambda: cache_utils.DynamicSlidingWindowLayer(WINDOW), attend),
-    "StaticLayer": (lambda: cache_utils.StaticLayer(ROOM), attend),
-    "StaticSlidingWindowLayer": (lambda: cache_utils.StaticSlidingWindowLayer(ROOM, WINDOW), attend),
-    "DynamicIndexedLayer": (lambda: cache_utils.DynamicIndexedLayer(), index),
-    "StaticIndexedLayer": (lambda: cache_utils.StaticIndexedLayer(ROOM), index),
-    "LinearAttentionLayer": (lambda: cache_utils.LinearAttentionLayer(), recur),
-    "LinearAttentionAndFullAttentionLayer": (
-        lambda: cache_utils.LinearAttentionAndFullAttentionLayer(),
-        recur_and_attend,
-    ),
-    "LinearAttentionAndSlidingWindowAttentionLayer": (
-        lambda: cache_utils.LinearAttentionAndSlidingWindowAttentionLayer(WINDOW),
-        recur_and_attend,
-    ),
-    "LinearAttentionAndStaticFullAttentionLayer": (
-        lambda: cache_utils.LinearAttentionAndStaticFullAttentionLayer(ROOM),
-        recur_and_attend,
-    ),
-    "LinearAttentionAndStaticSlidingWindowAttentionLayer": (
-        lambda: cache_utils.LinearAttentionAndStaticSlidingWindowAttentionLayer(ROOM, WINDOW),
-        recur_and_attend,
-    ),
-    "Fp8QuantizedLayer": (lambda: cache_utils.Fp8QuantizedLayer(), attend),
-    "DummyLayer": (lambda: cache_utils.DummyLayer(), lambda layer, length, **options: None),
-    "DeepseekV4HCACache": (of_deepseek("DeepseekV4HCACache"), compressed),
-    "DeepseekV4CSACache": (of_deepseek("DeepseekV4CSACache"), compressed),
-    "MiniMaxM3VLSparseCacheLayer": (
-        lambda: model_class("minimax_m3_vl.modeling_minimax_m3_vl", "MiniMaxM3VLSparseCacheLayer")(),
-        sparse,
-    ),
-    "MiniMaxM3VLSparseStaticCacheLayer": (
-        lambda: model_class("minimax_m3_vl.modeling_minimax_m3_vl", "MiniMaxM3VLSparseStaticCacheLayer")(ROOM),
-        sparse,
-    ),
-    "UnlimitedOcrDynamicReferenceSlidingWindowLayer": (
-        lambda: of_unlimited_ocr("UnlimitedOcrDynamicReferenceSlidingWindowLayer")(WINDOW),
-        attend,
-    ),
-    "UnlimitedOcrStaticReferenceSlidingWindowLayer": (
-        lambda: of_unlimited_ocr("UnlimitedOcrStaticReferenceSlidingWindowLayer")(3 * ROOM, WINDOW),
-        attend,
-    ),
-}
+LAYERS = {name: (made_by(name), row[-1]) for name, row in {**OF_TRANSFORMERS, **OF_MODELS}.items()}
 
 
 def layer_of(name, length=3, **options):

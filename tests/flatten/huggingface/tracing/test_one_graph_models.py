@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from transformers import ProphetNetConfig, ProphetNetForCausalLM
-from transformers.cache_utils import Cache, StaticCache
+from transformers.cache_utils import Cache
 
 from matrix.models import make_model as make_model_of_type
 from tests.cache_words import WORD, cache_of
@@ -176,19 +176,6 @@ def test_a_static_cache_comes_out_as_the_eager_one():
                 assert getattr(mine, "cumulative_length_int", 0) == getattr(eager, "cumulative_length_int", 0)
             for given, eager in zip(cache_of(ours).layers, expected.layers, strict=True):
                 torch.testing.assert_close(given.keys, eager.keys)
-
-
-@has_lists_of_layers
-def test_the_layers_have_their_own_methods_behind_a_trace():
-    from transformers.cache_utils import StaticSlidingWindowLayer
-
-    copy.copy(StaticSlidingWindowLayer.__new__(StaticSlidingWindowLayer))  # Python notes __slotnames__ in the class
-    before = dict(vars(StaticSlidingWindowLayer))
-    model = _model("mistral")
-    with register_flattening_functions(patch_transformers=True):
-        export_decode(model, EXAMPLE, room=ROOM)
-        assert dict(vars(StaticSlidingWindowLayer)) == before
-    assert isinstance(StaticCache(config=model.config, max_cache_len=ROOM).layers[0], StaticSlidingWindowLayer)
 
 
 has_functions_of_experts = pytest.mark.skipif(

@@ -66,14 +66,17 @@ class ByItem(torch.nn.Module):
 
 @dataclasses.dataclass
 class Case:
-    text: str
     module: torch.nn.Module
     args: Any
-    paths: tuple[str, ...] = ()
-    remedy: str = ""
     kwargs: Any = None
     shapes: Any = None
     call: Any = None
+    text: str = ""
+    paths: tuple[str, ...] = ()
+    remedy: str = ""
+
+    def says(self, text, paths=(), remedy=""):
+        return dataclasses.replace(self, text=text, paths=paths, remedy=remedy)
 
 
 BATCH = {"x": {0: Dim("batch")}}
@@ -84,163 +87,92 @@ REGISTERS, CHECKS = "register(Opaque, children=['x'])", "check_inputs(module, ar
 WRITES = "dynamic_shapes=dynamic_shapes(args)"
 
 
+SIDES = ("b (y.shape[0])", "a (x.shape[0])")
+
 CASES = {
-    "unregistered input": Case(
+    "unregistered input": Case(Takes(), (X,), {"y": {"d": [X, Opaque()]}}).says(
         r"takes no object of this class as input: y\['d'\]\[1\] is a .*Opaque\. Register it first:",
-        Takes(),
-        (X,),
         ("y['d'][1]",),
         REGISTERS,
-        {"y": {"d": [X, Opaque()]}},
     ),
-    "unregistered output": Case(
+    "unregistered output": Case(Returns(), (X,)).says(
         r"takes no object of this class as output: output\['a'\]\[1\] is a .*Opaque\. Register it first:",
-        Returns(),
-        (X,),
         ("output['a'][1]",),
         REGISTERS,
     ),
-    "an array": Case(
-        r"y is a numpy\.ndarray\. Pass a tensor instead:", Takes(), (X, numpy.zeros(2)), ("y",), "torch.from_numpy(y)"
+    "an array": Case(Takes(), (X, numpy.zeros(2))).says(
+        r"y is a numpy\.ndarray\. Pass a tensor instead:", ("y",), "torch.from_numpy(y)"
     ),
-    "a Dim that the code fixes": Case(
-        "batch should vary, but the code works for size 2 only", Fixes(), (X,), ("batch",), "batch = 2", shapes=BATCH
+    "a Dim that the code fixes": Case(Fixes(), (X,), shapes=BATCH).says(
+        "batch should vary, but the code works for size 2 only", ("batch",), "batch = 2"
     ),
-    "a dynamic axis that the code fixes": Case(
+    "a dynamic axis that the code fixes": Case(Fixes(), (X,), shapes={"x": {0: Dim.DYNAMIC}}).says(
         r"x\.shape\[0\] should vary, but the code works for size 2 only",
-        Fixes(),
-        (X,),
         ("x.shape[0]",),
         "Dim.AUTO  # instead of Dim.DYNAMIC",
-        shapes={"x": {0: Dim.DYNAMIC}},
     ),
-    "a Dim of size 1": Case(
-        "batch should vary, but has size 1 in the example", Takes(), (X[:1],), ("batch",), "batch = 1", shapes=BATCH
+    "a Dim of size 1": Case(Takes(), (X[:1],), shapes=BATCH).says(
+        "batch should vary, but has size 1 in the example", ("batch",), "batch = 1"
     ),
-    "a branch on a size": Case(
-        r"takes another branch for some sizes of batch \(x\.shape\[0\]\): the trace is valid where .*x\.shape\[0\] "
-        r"<= 3",
-        BySize(),
-        (X,),
+    "a branch on a size": Case(BySize(), (X,), shapes=BATCH).says(
+        r"another branch for some sizes of batch \(x\.shape\[0\]\): the trace is valid where .*x\.shape\[0\] <= 3",
         ("batch (x.shape[0])",),
         "batch = Dim('batch', max=3)",
-        shapes=BATCH,
     ),
-    "two Dims that are one": Case(
-        r"works only where b \(y\.shape\[0\]\) and a \(x\.shape\[0\]\) are equal",
-        Adds(),
-        (X, X + 1),
-        ("b (y.shape[0])", "a (x.shape[0])"),
-        "b = a",
-        shapes=OF_BOTH,
+    "two Dims that are one": Case(Adds(), (X, X + 1), shapes=OF_BOTH).says(
+        r"works only where b \(y\.shape\[0\]\) and a \(x\.shape\[0\]\) are equal", SIDES, "b = a"
     ),
-    "two Dims that go together": Case(
-        r"works only where b \(y\.shape\[0\]\) and a \(x\.shape\[0\]\) vary together",
-        AddsShifted(),
-        (X, torch.ones(3, 3)),
-        ("b (y.shape[0])", "a (x.shape[0])"),
-        "b = a + 1",
-        shapes=OF_BOTH,
+    "two Dims that go together": Case(AddsShifted(), (X, torch.ones(3, 3)), shapes=OF_BOTH).says(
+        r"works only where b \(y\.shape\[0\]\) and a \(x\.shape\[0\]\) vary together", SIDES, "b = a + 1"
     ),
-    "a Dim whose range leaves the example out": Case(
-        r"The example has size 2 where the Dim allows \[5, int_oo\]",
-        Takes(),
-        (X,),
-        (),
-        'Dim("name", min=2)',
-        shapes={"x": {0: Dim("b", min=5)}},
+    "a Dim whose range leaves the example out": Case(Takes(), (X,), shapes={"x": {0: Dim("b", min=5)}}).says(
+        r"The example has size 2 where the Dim allows \[5, int_oo\]", (), 'Dim("name", min=2)'
     ),
     "shapes with too few entries": Case(
-        r"dynamic_shapes does not fit the inputs: y: list has 2 children",
-        Takes(),
-        (X, [X, X + 1]),
-        ("dynamic_shapes['y']",),
-        WRITES,
-        shapes={"x": {0: Dim("a")}, "y": [{0: Dim("a")}]},
+        Takes(), (X, [X, X + 1]), shapes={"x": {0: Dim("a")}, "y": [{0: Dim("a")}]}
+    ).says(r"dynamic_shapes does not fit the inputs: y: list has 2 children", ("dynamic_shapes['y']",), WRITES),
+    "shapes for other names": Case(Takes(), (X,), {"y": X + 1}, {"x": None, "z": None}).says(
+        r"Missing: \['y'\]; unknown: \['z'\]", (), "export_program(module, args, kwargs)  # writes them"
     ),
-    "shapes for other names": Case(
-        r"Missing: \['y'\]; unknown: \['z'\]",
-        Takes(),
-        (X,),
-        (),
-        "export_program(module, args, kwargs)  # writes them",
-        {"y": X + 1},
-        {"x": None, "z": None},
+    "shapes of another rank": Case(Takes(), (X,), shapes={"x": [Dim("a")]}).says(
+        r"x: expected one entry for each of the 2 axes", ("dynamic_shapes['x']",), WRITES
     ),
-    "shapes of another rank": Case(
-        r"x: expected one entry for each of the 2 axes",
-        Takes(),
-        (X,),
-        ("dynamic_shapes['x']",),
-        WRITES,
-        shapes={"x": [Dim("a")]},
+    "shapes that are no Dim": Case(Takes(), (X,), shapes={"x": {0: 3.5}}).says(
+        r"expected a Dim, .* found 3\.5", ("dynamic_shapes['x']",), WRITES
     ),
-    "shapes that are no Dim": Case(
-        r"expected a Dim, .* found 3\.5", Takes(), (X,), ("dynamic_shapes['x']",), WRITES, shapes={"x": {0: 3.5}}
+    "a decision by value": Case(ByValue(), (X,)).says(BY_VALUE, (), WAYS),
+    "a number read from a tensor": Case(ByItem(), (X.long(),)).says(BY_VALUE, (), WAYS),
+    "a missing argument": Case(Takes(), ()).says(
+        "cannot be called with these args and kwargs: missing a required argument: 'x'", ("x",), CHECKS
     ),
-    "a decision by value": Case(BY_VALUE, ByValue(), (X,), remedy=WAYS),
-    "a number read from a tensor": Case(BY_VALUE, ByItem(), (X.long(),), remedy=WAYS),
-    "a missing argument": Case(
-        "cannot be called with these args and kwargs: missing a required argument: 'x'", Takes(), (), ("x",), CHECKS
+    "an unknown argument": Case(Takes(), (X,), {"z": X}).says(
+        "cannot be called with these args and kwargs: got an unexpected keyword argument 'z'", ("z",), CHECKS
     ),
-    "an unknown argument": Case(
-        "cannot be called with these args and kwargs: got an unexpected keyword argument 'z'",
-        Takes(),
-        (X,),
-        ("z",),
-        CHECKS,
-        {"z": X},
+    "args that are no tuple": Case(Takes(), [X]).says(
+        "args must be a tuple", ("args",), "torch.export.export(module, (x,))"
     ),
-    "args that are no tuple": Case(
-        "args must be a tuple", Takes(), [X], paths=("args",), remedy="torch.export.export(module, (x,))"
-    ),
-    "called with another size": Case(
+    "called with another size": Case(Takes(), (X,), call=(torch.ones(5, 3),)).says(
         "x has another size along axis 0 than 2, which the program was exported for",
-        Takes(),
-        (X,),
         ("x",),
         "dynamic_shapes={'x': {0: Dim.AUTO}, ...}  # with an example of size 2 or more",
-        call=(torch.ones(5, 3),),
     ),
     "called on the other side of a branch": Case(
-        r"The program is valid only for x\.shape\[0\] <= 3",
-        BySize(),
-        (X,),
-        ("x",),
-        shapes={"x": {0: Dim.AUTO}},
-        call=(torch.ones(9, 3),),
+        BySize(), (X,), shapes={"x": {0: Dim.AUTO}}, call=(torch.ones(9, 3),)
+    ).says(r"The program is valid only for x\.shape\[0\] <= 3", ("x",)),
+    "called with another number": Case(Takes(), (X, 3), call=(X, 4)).says(
+        "The program is valid only for y == 3: a number", ("y",), "dynamic_shapes={'y': Dim.AUTO, ...}"
     ),
-    "called with another number": Case(
-        "The program is valid only for y == 3: a number",
-        Takes(),
-        (X, 3),
-        ("y",),
-        "dynamic_shapes={'y': Dim.AUTO, ...}",
-        call=(X, 4),
-    ),
-    "called with another structure": Case(
+    "called with another structure": Case(Takes(), (X,), call=([X],)).says(
         r"exported for inputs of another structure:\nargs\[0\]\n    exported: a leaf\n    called:   list of 1",
-        Takes(),
-        (X,),
         ("args[0]",),
-        call=([X],),
     ),
-    "called with other keywords": Case(
+    "called with other keywords": Case(Both(), (), {"x": X, "y": X + 1}, call={"x": X, "z": X}).says(
         r"kwargs\['z'\] was not passed by keyword .* y is missing",
-        Both(),
-        (),
         ("kwargs['z']",),
         "program.module()(..., x=..., y=...)",
-        {"x": X, "y": X + 1},
-        call={"x": X, "z": X},
     ),
-    "called with None": Case(
-        "could not check its inputs. Known causes: None instead of a tensor",
-        Both(),
-        (X, X + 1),
-        (),
-        "example.contiguous()",
-        call=(X, None),
+    "called with None": Case(Both(), (X, X + 1), call=(X, None)).says(
+        "could not check its inputs. Known causes: None instead of a tensor", (), "example.contiguous()"
     ),
 }
 
@@ -283,14 +215,14 @@ def test_the_message_alone_and_a_log_with_it_are_explained_too(name):
 def test_a_slice_whose_strides_became_a_guard(strict):
     shapes = {"x": {0: Dim.AUTO, 1: Dim.AUTO}}
     error, about = raised_by(
-        Case("", Takes(), (torch.ones(5, 9)[:, 2:6],), shapes=shapes, call=(torch.ones(5, 3),)), strict
+        Case(Takes(), (torch.ones(5, 9)[:, 2:6],), shapes=shapes, call=(torch.ones(5, 3),)), strict
     )
     assert "slice of a larger tensor" in str(explain_error(error, *about))
 
 
 def test_an_axis_that_is_not_there():
     """torch 2.13 ends in an IndexError without a place."""
-    error, about = raised_by(Case("", Takes(), (X,), shapes={"x": {5: Dim("a")}}), strict=False)
+    error, about = raised_by(Case(Takes(), (X,), shapes={"x": {5: Dim("a")}}), strict=False)
     assert str(error) == "list assignment index out of range"
     assert "the specification names axis 5" in explain_error(error, *about).text
     assert not explain_error(error).known
@@ -304,7 +236,7 @@ def test_a_cache_in_an_output():
             cache.update(x[None, None], x[None, None], 0)
             return x, {"past_key_values": cache}
 
-    error, about = raised_by(Case("", Fills(), (X,)), strict=False)
+    error, about = raised_by(Case(Fills(), (X,)), strict=False)
     explained = explain_error(error, *about)
     assert explained.paths == ("output[1]['past_key_values']",)
     assert explained.remedy == "with register_flattening_functions(patch_transformers=True): ..."

@@ -75,9 +75,9 @@ def test_a_program_called_outside_names_the_class_and_the_line_as_do_its_module_
         module, decomposed = program.module(), program.run_decompositions()
         for one in (copy.deepcopy(module), decomposed.module()):
             torch.testing.assert_close(one(tokens(), cache_of())[0], OneStep()(tokens(), cache_of())[0])
-    for one in (program.module(), module, copy.deepcopy(program).module(), decomposed.module()):
+    for made in (program.module, lambda: module, copy.deepcopy(program).module, decomposed.module):
         with pytest.raises(NotRegisteredError) as caught:
-            one(tokens(), cache_of())
+            made()(tokens(), cache_of())
         assert str(caught.value) == (
             "This program takes or returns DynamicCache, which torch does not know how to flatten here. Call the "
             f"program where the class is registered:\n    {BLOCK_LINE}"

@@ -90,16 +90,23 @@ def test_a_package_that_was_compiled_elsewhere_is_called_as_it_was(tmp_path):
         assert package(x).tolist() == add(x).tolist()
 
 
+class Package:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def get_metadata(self):
+        return {"yobx_flatten.contiguous": "10"}
+
+    def __call__(self, *args):
+        return self.loader.boxed_run(list(args))
+
+
 def test_an_input_that_was_strided_in_the_example_stays_so():
     """Only what was contiguous for the trace is made so; too many inputs go on to the package, which refuses them."""
-    loader = SimpleNamespace(
-        get_metadata=lambda: {"yobx_flatten.contiguous": "10"},
-        boxed_run=lambda inputs: [tensor.stride() for tensor in inputs],
-    )
-    package = SimpleNamespace(loader=loader, get_metadata=loader.get_metadata)
+    loader = SimpleNamespace(boxed_run=lambda inputs: [tensor.stride() for tensor in inputs])
     strided = torch.zeros(3, 4).T
-    call = called_contiguous(lambda package, *args: package.loader.boxed_run(list(args)))
-    assert call(package, strided, strided, strided) == [(3, 1), (1, 4), (1, 4)]
+    call = called_contiguous(Package.__call__)
+    assert call(Package(loader), strided, strided, strided) == [(3, 1), (1, 4), (1, 4)]
 
 
 class Joined(torch.nn.Module):

@@ -160,18 +160,23 @@ def scaled_scores(proto):
     returned_through(proto, "logits", *nodes)
 
 
-# in the file that this package writes for Mistral; `test_written_files` plants the other faults in files of peers
-def test_a_planted_fault_is_found(right, model, tmp_path):
-    swapped, stale, scaled = (copied(right) for _ in range(3))
-    renamed(swapped, {"present.0.key": "present.1.key", "present.1.key": "present.0.key"})
-    stale_cache(stale)
-    scaled_scores(scaled)
-    for proto in (swapped, stale, scaled):
-        report = verdict(proto, model, tmp_path)
-        assert report.ok is False, str(report)
-        assert all(case.error is None or "expected" in case.error for case in report.files["model.onnx"].report.cases)
-    lost_window = written(small_mistral(window=None), tmp_path / "all.onnx")
-    report = verdict(lost_window, model, tmp_path).files["model.onnx"].report
+def swapped_layers(proto):
+    renamed(proto, {"present.0.key": "present.1.key", "present.1.key": "present.0.key"})
+
+
+# in the file that this package writes for Mistral; further down the other faults are planted in files of peers
+@pytest.mark.parametrize("plant", [swapped_layers, stale_cache, scaled_scores], ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found(plant, right, model, tmp_path):
+    proto = copied(right)
+    plant(proto)
+    report = verdict(proto, model, tmp_path)
+    assert report.ok is False, str(report)
+    assert all(case.error is None or "expected" in case.error for case in report.files["model.onnx"].report.cases)
+
+
+def test_a_lost_window_is_found(model, tmp_path):
+    proto = written(small_mistral(window=None), tmp_path / "all.onnx")
+    report = verdict(proto, model, tmp_path).files["model.onnx"].report
     wrong = {case.case: case.error for case in report.failed()}
     assert wrong["batch 4, past 19, new 1, 9 padded"] is None, "it runs, and returns other numbers"
 

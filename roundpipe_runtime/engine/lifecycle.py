@@ -87,6 +87,14 @@ class PipelineProgress:
     replicas: int | None = None
 
 
+# Pipelines may share devices. This lock is held while all stages of a run are submitted, so that every device gets the
+# stages of two runs in the same order. Otherwise the two runs could wait for each other.
+_DISPATCH = free_after_fork(threading.Lock())
+
+# Open pipelines of each device: the last one to close ends the device's thread.
+_USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[RunLifecycle]] = weakref.WeakKeyDictionary()
+
+
 class RunLifecycle:
     """Prepares forward and backward of a model, executes the stages on devices, and commits results to the model."""
 
@@ -111,8 +119,11 @@ class RunLifecycle:
         self.store.kept_dtype = options.gradient_dtype
         self.store.is_in_place = options.update != "masters"
         self.table = ReadinessTable(len(self.layers))
-        self.dispatch = Dispatch(self.devices)
-        self.round_robin = self.dispatch.round_robin
+        self.round_robin = RoundRobin(len(self.devices))
+        self.is_closed = False
+        with _DISPATCH:
+            for device in self.devices:
+                _USERS.setdefault(device, weakref.WeakSet()).add(self)
         self.planner = Planner(
             self.layers,
             self.devices,
@@ -270,13 +281,44 @@ class RunLifecycle:
             before = self.kept.traffic
             try:
                 with on_error(partial(self._drop, run)), SETTING_NOTHING_TO_ITSELF:
-                    self.dispatch.run(run, stages)
+                    self._dispatch(run, stages)
                     self.store.wait_landed()
             finally:
                 run.release()
                 run.table.let_go(run.version)
             after = self.kept.traffic
             run.timer.add_parameters(after.uploaded - before.uploaded, after.skipped - before.skipped)
+
+    def _dispatch(self, run: Run, stages: Sequence[Stage]) -> None:
+        work: list[Future[None]] = []
+        with on_error(partial(self._settle, self.round_robin.cursor)):
+            with _DISPATCH:
+                numbers = self.round_robin.assign(len(stages))
+                with Outcome() as outcome:
+                    for place, (stage, number) in enumerate(zip(stages, numbers, strict=True)):
+                        device = self.devices[number]
+                        worker = self.devices[0].worker if run.spec.one_thread else device.worker
+                        after = place + len(self.devices)  # stages are assigned round-robin
+                        following = stages[after] if after < len(stages) else None
+                        visit = Visit if stage.copies == 1 else CopyVisit
+                        work.append(worker.submit(run_stage, run, stage, device, following, visit))
+                if outcome.error is not None:  # otherwise submitted stages would wait for stages that are missing
+                    run.mailbox.fail(outcome.error)
+            collect(run.mailbox, work)
+            for device in self.devices:
+                device.synchronize()  # the caller may change tensors whose copy has ended
+            run.timer.finish()
+
+    def _settle(self, cursor: int, error: BaseException) -> None:
+        """Wait until no work of a failed forward or backward is left on the devices."""
+        # A late error must not reach the next run, and memory must not be freed while a copy still writes to it.
+        self.round_robin.cursor = cursor
+        for device in self.devices:
+            # torch raises a kernel's error at a wait, possibly once for each stream; the second wait is for the rest
+            for _ in range(2):
+                with contextlib.suppress(Exception):
+                    device.synchronize()
+                    break
 
     def _drop(self, run: Run, error: BaseException) -> None:
         self.kept.drop()  # the run may have ended in the middle of an upload
@@ -321,7 +363,7 @@ class RunLifecycle:
             self.steps.wait_update()
 
     def check_can_run(self) -> None:
-        if self.dispatch.is_closed:
+        if self.is_closed:
             raise DeviceError(
                 f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
                 "    RoundPipe(model, devices=...)"
@@ -439,7 +481,14 @@ class RunLifecycle:
         try:
             self.steps.close()
         finally:
-            alone = self.dispatch.close()
+            self.is_closed = True
+            alone = []
+            with _DISPATCH:
+                for device in self.devices:
+                    users = _USERS.get(device, weakref.WeakSet())
+                    users.discard(self)
+                    if not users:
+                        alone.append(device)
             self.kept.drop()
             for device in alone:
                 device.close()
@@ -461,66 +510,3 @@ def _size_of(microbatches: Sequence[FlatMicrobatch]) -> int:
     """Return the order of magnitude of the number of input elements, on which the number of used experts depends."""
     tensors = (leaf for one in microbatches for leaf in one.inputs if isinstance(leaf, torch.Tensor))
     return sum(tensor.numel() for tensor in tensors).bit_length()
-
-
-# Pipelines may share devices. This lock is held while all stages of a run are submitted, so that every device gets the
-# stages of two runs in the same order. Otherwise the two runs could wait for each other.
-_DISPATCH = free_after_fork(threading.Lock())
-
-# Open pipelines of each device: the last one to close ends the device's thread.
-_USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Dispatch]] = weakref.WeakKeyDictionary()
-
-
-class Dispatch:
-    """Sends the stages of one pipeline to its devices, which other pipelines may share."""
-
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self.devices = list(devices)
-        self.round_robin = RoundRobin(len(self.devices))
-        self.is_closed = False
-        with _DISPATCH:
-            for device in self.devices:
-                _USERS.setdefault(device, weakref.WeakSet()).add(self)
-
-    def run(self, run: Run, stages: Sequence[Stage]) -> None:
-        work: list[Future[None]] = []
-        with on_error(partial(self._settle, self.round_robin.cursor)):
-            with _DISPATCH:
-                numbers = self.round_robin.assign(len(stages))
-                with Outcome() as outcome:
-                    for place, (stage, number) in enumerate(zip(stages, numbers, strict=True)):
-                        device = self.devices[number]
-                        worker = self.devices[0].worker if run.spec.one_thread else device.worker
-                        after = place + len(self.devices)  # stages are assigned round-robin
-                        following = stages[after] if after < len(stages) else None
-                        visit = Visit if stage.copies == 1 else CopyVisit
-                        work.append(worker.submit(run_stage, run, stage, device, following, visit))
-                if outcome.error is not None:  # otherwise submitted stages would wait for stages that are missing
-                    run.mailbox.fail(outcome.error)
-            collect(run.mailbox, work)
-            for device in self.devices:
-                device.synchronize()  # the caller may change tensors whose copy has ended
-            run.timer.finish()
-
-    def _settle(self, cursor: int, error: BaseException) -> None:
-        """Wait until no work of a failed forward or backward is left on the devices."""
-        # A late error must not reach the next run, and memory must not be freed while a copy still writes to it.
-        self.round_robin.cursor = cursor
-        for device in self.devices:
-            # torch raises a kernel's error at a wait, possibly once for each stream; the second wait is for the rest
-            for _ in range(2):
-                with contextlib.suppress(Exception):
-                    device.synchronize()
-                    break
-
-    def close(self) -> list[Device]:
-        """Refuse further pipeline calls, and return the devices that no other pipeline uses."""
-        self.is_closed = True
-        alone = []
-        with _DISPATCH:
-            for device in self.devices:
-                users = _USERS.get(device, weakref.WeakSet())
-                users.discard(self)
-                if not users:
-                    alone.append(device)
-        return alone

@@ -50,8 +50,8 @@ class Log:
 
     def follow(self, pipe: RoundPipe) -> None:
         """Note the stages of each run of a pipeline from now on, except the runs that try a few rows."""
-        dispatch = pipe._rp_engine.dispatch
-        original = dispatch.run
+        engine = pipe._rp_engine
+        original = engine._dispatch
 
         def run(one: Any, stages: Sequence[Any]) -> None:
             if one.spec.trial is None and self.steps:
@@ -59,7 +59,7 @@ class Log:
                 self.steps[-1].rows = one.contract.rows
             original(one, stages)
 
-        dispatch.run = run
+        engine._dispatch = run  # type: ignore[method-assign] # of this pipeline
 
     def begin_step(self) -> Timeline:
         self.steps.append(_Step())

@@ -23,8 +23,7 @@ from ..draws import traits_of
 from ..layer_graph import HOST_PARAMETER, watch_escaped
 from .host_table import HostSum, HostTable, TableAccess
 from .kept import GradientMemory, KeptParameters
-from .partial_table import NOTHING_PARTIAL, PartialPlan
-from .rows_on_demand import PartialLayer, RowsOnDemand
+from .partial_table import NOTHING_PARTIAL, PartialLayer, PartialPlan, RowsOnDemand
 
 T = TypeVar("T")
 

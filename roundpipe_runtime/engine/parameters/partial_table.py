@@ -1,21 +1,34 @@
 """Copy only those rows of a parameter to a device that a layer reads, such as the weights of experts that get tokens.
 
-The tensor on the device and its gradient have memory for all rows, so every operation gets the usual shapes.
+The tensor on the device and its gradient have memory for all rows, so every operation gets the usual shapes. A
+placeholder for a parameter with one matrix per expert copies the matrices that an operation reads::
+
+    weight[expert]                          copies the indexed rows: of an index, slice, mask or tensor of indices
+    torch.nn.functional.grouped_mm(...)     copies the rows of groups that are not empty
+    weight.shape, weight.transpose(1, 2)    copies no rows; a view is a placeholder too
+    any other operation                     copies all rows
+
+After the copy, the operation runs on the device copy of the parameter, with the same values and autograd graph.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from yobx_flatten.private_names.of_torch import grouped_products, pytree
+
 from ...device.protocol import Device
-from ...optim.layer_contents import LayerContents
+from ...optim.layer_contents import LayerContents, ParameterSlot
 
 Runs: TypeAlias = Sequence[tuple[int, int]]  # consecutive rows, as (start, stop)
 _TABLE = "_roundpipe_table"  # attribute of the tensor on the device, which may stay there from run to run
@@ -108,12 +121,6 @@ class TableReader:
     def complete(self) -> None:
         """Copy all missing rows of the parameter to the device, without recording the rows as read."""
         self.table.copy(set(range(self.rows)), self._source)
-
-
-def reserve_table(source: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> torch.Tensor:
-    tensor = device.reserve(source)
-    setattr(tensor, _TABLE, PartialTable(tensor, device, by_rows=by_rows, count=count))
-    return tensor
 
 
 def table_of(tensor: torch.Tensor) -> PartialTable | None:
@@ -252,3 +259,315 @@ def _is_plain(parameter: nn.Parameter, source: torch.Tensor) -> bool:
     is_known = type(parameter) is nn.Parameter and type(source) in (nn.Parameter, torch.Tensor)
     is_strided = source.layout == torch.strided and source.is_contiguous() and source.device.type == "cpu"
     return is_known and is_strided and source.is_floating_point() and not source.is_inference() and source.numel() > 0
+
+
+# Properties and methods that read no values.
+_FACTS = {
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "names", "grad", "grad_fn", "_version"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes"),
+    *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "has_names", "__len__", "__hash__"),
+}
+# Properties and methods that may return a view whose first axis is still the rows.
+_VIEWS = {"transpose", "swapaxes", "swapdims", "permute", "mT", "data", "detach"}
+
+# transformers' own grouped product, for devices and dtypes without torch's: it skips empty groups.
+_PRODUCTS_OF_OTHERS = {"transformers::grouped_mm_fallback"}
+
+_FEW = 64  # indices that are copied to the host directly; the device reduces more indices to distinct indices first
+Arguments: TypeAlias = Sequence[Any]
+
+
+class KnownRows:
+    """Caches the rows that the last index tensor selected, because two parameters of a module often share an index."""
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+        self._rows: list[int] = []
+
+    def find(self, of: torch.Tensor, find: Callable[[torch.Tensor], list[int]]) -> list[int]:
+        """Return the rows that the tensor ``of`` selects; if not cached, call ``find``, which waits for the device."""
+        known = None if self._of is None else self._of()
+        if known is of and self._version == of._version:
+            return self._rows
+        with torch.no_grad():
+            rows = find(of)
+        if not of.is_inference():  # such a tensor has no version
+            self._of, self._version, self._rows = weakref.ref(of), of._version, rows
+        return rows
+
+
+class RowsOnDemand(torch.Tensor):
+    """A placeholder for a parameter on a device; each operation first copies the rows that the operation reads."""
+
+    # `isinstance(tensor, torch.nn.Parameter)` reads this
+    _is_param = True
+    _stands_for: tuple[torch.Tensor, TableReader, KnownRows, bool]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Arguments = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_proved: bool) -> RowsOnDemand:
+    """Return a placeholder that stands for a parameter on a device, or for a view of the parameter."""
+    # is_proved: whether grouped products are compared with and without the unused rows
+    with torch.no_grad():
+        found = torch.empty_like(tensor, device="meta").as_subclass(RowsOnDemand)
+    vars(found).update(vars(tensor))
+    found._stands_for = tensor, table, known, is_proved
+    return found
+
+
+def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    """Copy the rows that an operation reads, and run it on device copies of the parameters instead of placeholders."""
+    name = _name_of(func)
+    call, arguments = pytree.tree_map_only(
+        RowsOnDemand, lambda stand: stand._stands_for[0], (tuple(args), dict(kwargs))
+    )
+    if name in _FACTS:
+        return func(*call, **arguments)
+    first = args[0] if args and isinstance(args[0], RowsOnDemand) else None
+    if name in _VIEWS and first is not None:
+        return _view(first, func(*call, **arguments))
+    is_product = func in grouped_products or getattr(func, "_qualified_op_name", None) in _PRODUCTS_OF_OTHERS
+    for stand in (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, RowsOnDemand)):
+        tensor, table, known, is_proved = stand._stands_for
+        rows = None
+        if stand is first:
+            rows = _rows_by_index(name, args, kwargs, table.rows, known)
+        elif is_product and len(args) > 1 and stand is args[1]:
+            ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
+            is_by_rows = isinstance(args[0], torch.Tensor) and args[0].dim() == 2 and tensor.dim() == 3
+            rows = known.find(ends, _nonempty) if is_by_rows and isinstance(ends, torch.Tensor) else None
+        if rows is None:
+            table.fetch_all()
+        else:
+            table.fetch(rows)
+            if is_product and is_proved and not table.is_complete:
+                # whether NaN in unused rows leaves the results of the product and its backward bitwise unchanged
+                table.table.poison()
+                without = _product_alone(func, call, arguments)
+                table.complete()
+                if not all(map(torch.equal, without, _product_alone(func, call, arguments))):
+                    table.is_read_as_whole = True
+    return func(*call, **arguments)
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return "" if name == "__set__" else name
+
+
+def _view(stand: RowsOnDemand, view: Any) -> Any:
+    """If a view has the rows of the parameter, return a placeholder for it; else copy all rows, and return the view."""
+    tensor, table, known, is_proved = stand._stands_for
+    if view is tensor:
+        return stand
+    has_rows = view.dim() > 1 and view.shape[0] == table.rows and view.stride(0) == tensor.stride(0)
+    if has_rows and view.storage_offset() == tensor.storage_offset():
+        return stand_for(view, table, known, is_proved=is_proved)
+    table.fetch_all()
+    return view
+
+
+def _rows_by_index(
+    name: str, args: Arguments, kwargs: Mapping[str, Any], rows: int, known: KnownRows
+) -> Sequence[int] | None:
+    """Return the rows that an index selects; ``None`` for other operations or unknown kinds of index."""
+    if kwargs:
+        return None
+    if name == "__getitem__" and len(args) == 2:
+        return _named(args[1][0] if isinstance(args[1], tuple) and args[1] else args[1], rows, known)
+    if name in ("select", "index_select") and len(args) == 3 and args[1] == 0:
+        return _named(args[2], rows, known)
+    return None
+
+
+def _named(index: Any, rows: int, known: KnownRows) -> Sequence[int] | None:
+    if isinstance(index, torch.Tensor):
+        is_mask = index.dtype == torch.bool
+        if index.is_floating_point() or index.dtype == torch.uint8 or (is_mask and index.shape != (rows,)):
+            return None
+        return [row % rows for row in known.find(index, _distinct)]
+    if isinstance(index, slice):
+        return range(*index.indices(rows))
+    if isinstance(index, int) and not isinstance(index, bool):
+        return [index % rows]  # the operation itself raises the error of an invalid index
+    return None
+
+
+def _nonempty(ends: torch.Tensor) -> list[int]:
+    """Return the indices of non-empty row groups, given the end of each group."""
+    return [group for group, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])) if end > start]
+
+
+def _distinct(indices: torch.Tensor) -> list[int]:
+    """Return the rows that an integer tensor or a mask selects."""
+    found = indices.nonzero() if indices.dtype == torch.bool else indices
+    numbers = found.reshape(-1) if found.numel() < _FEW else found.unique()
+    return sorted({int(number) for number in numbers.tolist()})
+
+
+def _product_alone(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the result of a grouped product, and, if gradients are enabled, the gradient of its first operand."""
+    given = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if not (torch.is_grad_enabled() and given[0].is_floating_point()):
+        return [func(*given, **kwargs)]
+    given[0].requires_grad_()
+    found = func(*given, **kwargs)
+    return [found.detach(), *torch.autograd.grad(found, given[0], torch.ones_like(found))]
+
+
+class PartialLayer:
+    def __init__(self, contents: LayerContents, device: Device, plan: PartialPlan) -> None:
+        self._contents, self._device, self._plan = contents, device, plan
+        self._tables: dict[int, tuple[TableReader, nn.Parameter]] = {}
+        self._known = KnownRows()
+        self._stands: dict[int, RowsOnDemand] = {}
+
+    def reserve(
+        self, parameter: nn.Parameter, count: Callable[[int], None]
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        by_rows = self._plan.by_rows.get(id(parameter))
+        if by_rows is None:
+            return None
+
+        def reserved(source: torch.Tensor) -> torch.Tensor:
+            tensor = self._device.reserve(source)
+            setattr(tensor, _TABLE, PartialTable(tensor, self._device, by_rows=by_rows, count=count))
+            return tensor
+
+        return reserved
+
+    def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy parameter rows when operations read them; if the plan omits the parameter, copy missing rows now."""
+        # copy: the tensor that layers compute with, which shares the memory of `uploaded`
+        found = table_of(uploaded)
+        if found is None:
+            return
+        table = TableReader(found, source)
+        if id(parameter) not in self._plan.by_rows:  # an earlier run copied a part, which stayed
+            table.complete()
+        elif not table.is_complete or parameter.requires_grad:
+            self._tables[id(parameter)] = table, copy
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """Copy parameters to the device when the with block reads them; the caller holds the layer's lock."""
+        swapped: list[tuple[nn.Module, dict[str, Any], ParametersOnDemand]] = []
+        unread = {key: found for key, found in self._tables.items() if not found[0].is_read}
+        whole: dict[int, list[ParameterSlot]] = {}
+        for slot in self._contents.slots if unread else ():
+            table, copy = unread.get(id(slot.parameter), (None, None))
+            if table is None or copy is None:
+                continue
+            if table.by_rows:
+                stand = self._stands.get(id(copy))
+                if stand is None:
+                    stand = self._stands[id(copy)] = stand_for(copy, table, self._known, is_proved=self._plan.is_look)
+                slot.owner._parameters[slot.name] = stand  # type: ignore[assignment] # isinstance() treats it as one
+            else:
+                whole.setdefault(id(slot.owner), []).append(slot)
+        for slots in whole.values():
+            owner = slots[0].owner
+            fetch = {slot.name: unread[id(slot.parameter)][0].fetch_all for slot in slots}
+            before = owner._parameters
+            standing = ParametersOnDemand(before, fetch)
+            owner.__dict__["_parameters"] = standing
+            swapped.append((owner, before, standing))
+        try:
+            yield
+        finally:
+            for owner, before, standing in swapped:
+                # `dict.items` copies no parameter to the device
+                before.update({name: one for name, one in dict.items(standing) if name not in before})
+                owner.__dict__["_parameters"] = before
+
+    def present_parts(
+        self, parameter: nn.Parameter, copy: torch.Tensor, source: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Return pairs of views, of the device copy and of the host tensor, that cover the copied rows."""
+        table, _ = self._tables.get(id(parameter), (None, None))
+        if table is None or not table.by_rows:
+            return None if table is None else [(copy, source)] if table.table.present else []
+        return [(copy[start:stop], source[start:stop]) for start, stop in runs_of(table.table.present)]
+
+    def gradient_runs(self, parameter: nn.Parameter, gradient: torch.Tensor) -> Runs | None:
+        """Return the rows whose gradients may be nonzero, and are copied to the host; ``None`` for all rows."""
+        table, _ = self._tables.get(id(parameter), (None, None))
+        if table is None or not table.by_rows or table.is_read or gradient.layout != torch.strided:
+            return None
+        if self._plan.is_look:
+            others = runs_of(set(range(table.rows)) - table.read)
+            if any(bool((gradient[start:stop] != 0).any()) for start, stop in others):
+                table.is_read_as_whole = True
+                return None
+        return runs_of(table.read)
+
+    def complete(self) -> bool:
+        """Copy all missing rows of parameters that are copied on demand, and report whether any were missing."""
+        stood_for = [table for table, _ in self._tables.values() if table.by_rows and not table.is_read]
+        for table in stood_for:
+            table.fetch_all()
+        return bool(stood_for)
+
+    def release(self, skip: Callable[[int], None]) -> None:
+        """Record for later calls which rows the layer has read, and call ``skip`` with the bytes not copied."""
+        self._plan.note({key: table for key, (table, _) in self._tables.items()})
+        for table, _ in self._tables.values():
+            skip((table.rows - len(table.table.present)) * table.table.row_nbytes)
+        self._tables.clear()
+        self._stands.clear()
+
+
+class ParametersOnDemand(dict[str, nn.Parameter | None]):
+    """The parameters of a module, some of which are copied to the device when they are read.
+
+    >>> found = ParametersOnDemand({"weight": None, "bias": None}, {"weight": lambda: print("copied")})
+    >>> found["bias"], "weight" in found
+    (None, True)
+    >>> found["weight"]
+    copied
+    """
+
+    # It replaces `module._parameters`, where every access looks a parameter up: `module.weight`,
+    # `module.parameters()`, functions that call a module with other parameters.
+
+    def __init__(self, parameters: Mapping[str, Any], fetch: Mapping[str, Callable[[], None]]) -> None:
+        # fetch: functions that copy a parameter, by its name
+        super().__init__(parameters)
+        self._fetch = dict(fetch)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        if name in self._fetch:
+            self._fetch[name]()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name in self:
+            self[name]
+        return super().pop(name, *default)
+
+    def copy(self) -> dict[str, nn.Parameter | None]:
+        return dict(self.items())
+
+    def __iter__(self) -> Iterator[str]:
+        # its own iterator makes `dict()` read through `__getitem__`
+        return super().__iter__()

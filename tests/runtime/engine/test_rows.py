@@ -11,6 +11,7 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, RoundPipeWarning, SplitError, TensorChunkSpec, WeightedLoss
 from roundpipe_runtime.engine.rows import mixes_rows, with_shared
+from tests.modules import module_of
 from tests.runtime.small import near_gradients
 from yobx_flatten.core.compare import tolerance
 
@@ -23,20 +24,13 @@ def encoder(**options):
     return nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, **options) for _ in range(2)])
 
 
-class Recurrent(nn.RNN):
-    def forward(self, x):
-        return super().forward(x)[0]
+def recurrent():
+    return module_of(lambda self, x: self.inner(x)[0], inner=nn.RNN(8, 8)).train()
 
 
-class Turns(nn.Module):
+def turned(inner):
     """Has its rows first, and turns them for a layer that has them second."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+    return module_of(lambda self, x: self.inner(x.transpose(0, 1)).transpose(0, 1), inner=inner).train()
 
 
 def call(pipe, way, inputs=X, num_microbatch=2, **options):
@@ -49,7 +43,7 @@ def call(pipe, way, inputs=X, num_microbatch=2, **options):
 
 @pytest.mark.parametrize(("replicas", "num_microbatch"), [(None, 2), (1, 2), (2, 2), (2, 1), (9, 1)])
 @pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
-@pytest.mark.parametrize("make", [encoder, lambda: nn.Sequential(nn.Linear(8, 8), Recurrent(8, 8))])
+@pytest.mark.parametrize("make", [encoder, lambda: nn.Sequential(nn.Linear(8, 8), recurrent())])
 def test_a_sequence_that_is_cut_is_refused(make, way, replicas, num_microbatch):
     if way == "no gradients" and num_microbatch == 1:
         pytest.skip("an evaluation runs as one group, so nothing is cut")
@@ -75,7 +69,7 @@ def test_the_rule_of_the_error_gives_the_numbers_of_the_plain_layers(replicas):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: encoder(batch_first=True), lambda: nn.Sequential(Turns(Recurrent(8, 8)), nn.Linear(8, 8))]
+    "make", [lambda: encoder(batch_first=True), lambda: nn.Sequential(turned(recurrent()), nn.Linear(8, 8))]
 )
 def test_layers_that_keep_rows_apart_are_accepted(make):
     plain = make().eval()
@@ -97,28 +91,18 @@ class Layer(nn.Module):
         return self.after(self, self.linear(x))
 
 
-class SequenceFirst(nn.Module):
+def sequence_first():
     """Has the batch on axis 1, with an attention of its own that says nothing about it."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
 
     def forward(self, x):
         q, k, v = self.qkv(x.transpose(0, 1)).chunk(3, -1)
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0).transpose(0, 1)
 
-
-class Attends(nn.MultiheadAttention):
-    def forward(self, x):
-        return super().forward(x, x, x)[0]
+    return module_of(forward, qkv=nn.Linear(8, 24)).train()
 
 
-class Noisy(nn.Module):
-    """Draws with NumPy, and takes the mean of the batch away."""
-
-    def forward(self, x):
-        return x + torch.from_numpy(np.random.rand(*x.shape)).to(x) - x.mean(0)
+def attends():
+    return module_of(lambda self, x: self.inner(x, x, x)[0], inner=nn.MultiheadAttention(8, 2, 0.1)).train()
 
 
 class Average(nn.Module):
@@ -141,13 +125,9 @@ class Average(nn.Module):
         return x - average
 
 
-def largest(layer, x):
-    return x * (x >= x.topk(2, 0).values[-1])
-
-
 MIXES = {
-    "batch on axis 1": SequenceFirst,
-    "attention of torch": lambda: Attends(8, 2, 0.1),
+    "batch on axis 1": sequence_first,
+    "attention of torch": attends,
     "encoder of torch": lambda: nn.TransformerEncoderLayer(8, 2, 16),
     "mean of the batch": lambda: Layer(lambda layer, x: x - x.mean(0)),
     "mean of the batch in training": lambda: Layer(lambda layer, x: x - x.mean(0) if layer.training else x),
@@ -155,12 +135,14 @@ MIXES = {
     "sorted": lambda: Layer(lambda layer, x: x.sort(0).values),
     "rolled": lambda: Layer(lambda layer, x: x.roll(1, 0)),
     "added up": lambda: Layer(lambda layer, x: x.cumsum(0)),
-    "largest rows": lambda: Layer(largest),
+    "largest rows": lambda: Layer(lambda layer, x: x * (x >= x.topk(2, 0).values[-1])),
     "permuted": lambda: Layer(lambda layer, x: x + x[torch.randperm(len(x))]),
     "by the number of rows": lambda: Layer(lambda layer, x: x / len(x)),
     "by the place of a row": lambda: Layer(lambda layer, x: x + torch.arange(len(x)).to(x)[:, None, None]),
     "one position": lambda: Layer(lambda layer, x: torch.cat([x[:, :1] - x[:, :1].mean(0), x[:, 1:]], 1)),
-    "with noise of NumPy": Noisy,
+    "with noise of NumPy": lambda: Layer(
+        lambda layer, x: x + torch.from_numpy(np.random.rand(*x.shape)).to(x) - x.mean(0)
+    ),
     "average in an attribute": lambda: Average("attribute"),
     "average in a list": lambda: Average("list"),
     "average of another module": lambda: Average("module"),
@@ -198,12 +180,8 @@ def test_one_microbatch_gives_the_numbers_of_the_plain_layers(kind):
     assert near_gradients(pipe, plain, atol=1e-6)
 
 
-class Experts(nn.Module):
+def experts():
     """Sends each token to the expert that it chooses, and returns what the load of all of them is."""
-
-    def __init__(self):
-        super().__init__()
-        self.choice, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x):
         tokens = x.flatten(0, 1)
@@ -211,6 +189,9 @@ class Experts(nn.Module):
         for number, expert in enumerate(self.experts):
             made[chosen == number] = expert(tokens[chosen == number])
         return made.reshape(x.shape)
+
+    each = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    return module_of(forward, choice=nn.Linear(8, 4), experts=each).train()
 
 
 class Counts(nn.Module):
@@ -235,7 +216,7 @@ class Draws(nn.Module):
 
 
 APART = {
-    "experts": Experts,
+    "experts": experts,
     "batch norm of torch": lambda: nn.BatchNorm1d(4),
     "norm of rows": lambda: nn.GroupNorm(2, 4),
     "buffers": Counts,
@@ -269,15 +250,13 @@ class Backward(torch.autograd.Function):
         return ctx.back(gradient), None
 
 
-class Looks(nn.Module):
+def looks_up(made):
     """A table that is looked up by the signs of the inputs."""
-
-    def __init__(self, made):
-        super().__init__()
-        self.made = made
 
     def forward(self, x):
         return self.made((x > 0).long().flatten(0, 1)).reshape(*x.shape[:2], -1)[..., :8]
+
+    return module_of(forward, made=made).train()
 
 
 def backward(back):
@@ -293,8 +272,8 @@ def by_the_largest(layer, x):
 
 
 MIXES_BACK = {
-    "by the number of ids": lambda: Looks(nn.Embedding(2, 8, scale_grad_by_freq=True)),
-    "by the number of ids, summed": lambda: Looks(nn.EmbeddingBag(2, 8, mode="sum", scale_grad_by_freq=True)),
+    "by the number of ids": lambda: looks_up(nn.Embedding(2, 8, scale_grad_by_freq=True)),
+    "by the number of ids, summed": lambda: looks_up(nn.EmbeddingBag(2, 8, mode="sum", scale_grad_by_freq=True)),
     "by the norm": backward(lambda gradient: gradient / gradient.norm()),
     "by the number of rows": backward(lambda gradient: gradient / len(gradient)),
     "less the mean": backward(lambda gradient: gradient - gradient.mean(0)),
@@ -303,9 +282,9 @@ MIXES_BACK = {
     "of all but the first row": lambda: Layer(lambda layer, x: torch.cat([x[:1].detach(), x[1:]])),
 }
 APART_BACK = {
-    "a table": lambda: Looks(nn.Embedding(2, 8)),
-    "a table with padding": lambda: Looks(nn.Embedding(2, 8, padding_idx=1)),
-    "a bag": lambda: Looks(nn.EmbeddingBag(2, 8, mode="mean")),
+    "a table": lambda: looks_up(nn.Embedding(2, 8)),
+    "a table with padding": lambda: looks_up(nn.Embedding(2, 8, padding_idx=1)),
+    "a bag": lambda: looks_up(nn.EmbeddingBag(2, 8, mode="mean")),
     "turned": backward(lambda gradient: -gradient),
     "by the norm of each row": backward(lambda gradient: F.normalize(gradient, dim=(1, 2))),
     "half, in a hook": hooked(lambda gradient: gradient / 2),

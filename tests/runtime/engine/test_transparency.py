@@ -291,32 +291,6 @@ def test_a_mean_over_something_else_than_rows_is_refused(name):
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-def test_means_over_rows_and_what_goes_with_them_are_taken():
-    x, target = batch(7)
-    labels = torch.tensor([-100, 1, 2, 0, -100, 1, 2])
-
-    def with_metric(out, y):
-        with torch.no_grad():
-            F.cross_entropy(out, y)
-        return F.cross_entropy(out, y.clamp(min=0))
-
-    for loss_fn, label, microbatches in [
-        (F.mse_loss, target, 3),
-        (with_metric, labels, 3),
-        (nn.CrossEntropyLoss(), labels, 1),
-        (lambda out, y: F.cross_entropy(out[:, None].expand(-1, 4, -1).flatten(0, 1), y.flatten()),
-         torch.randint(0, 3, (7, 4)), 3),
-    ]:  # fmt: skip
-        plain, model = small_model(), small_model()
-        expected = loss_fn(plain(x), label)
-        expected.backward()
-        config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=microbatches)
-        with contextlib.closing(RoundPipe(model, devices="virtual:2")) as pipe:
-            found = pipe.forward_backward((x,), label=label, loss_fn=loss_fn, run_config=config)
-        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-        assert near_gradients(model, plain)
-
-
 WIDTH, CONSTANTS = 11, 9  # no number of rows here: what looks like rows is taken for rows, as the guide says
 
 

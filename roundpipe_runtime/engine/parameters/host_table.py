@@ -11,7 +11,7 @@ import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -378,3 +378,50 @@ class HostSum:
                 self.total[place].add_(gradient)
             else:
                 self.total.index_add_(0, place, gradient.to(self.total.dtype))
+
+
+class ParametersOnDemand(dict[str, nn.Parameter | None]):
+    """The parameters of a module, some of which are copied to the device when they are read.
+
+    >>> found = ParametersOnDemand({"weight": None, "bias": None}, {"weight": lambda: print("copied")})
+    >>> found["bias"], "weight" in found
+    (None, True)
+    >>> found["weight"]
+    copied
+    """
+
+    # It replaces `module._parameters`, where every access looks a parameter up: `module.weight`,
+    # `module.parameters()`, functions that call a module with other parameters.
+
+    def __init__(self, parameters: Mapping[str, Any], fetch: Mapping[str, Callable[[], None]]) -> None:
+        # fetch: functions that copy a parameter, by its name
+        super().__init__(parameters)
+        self._fetch = dict(fetch)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        if name in self._fetch:
+            self._fetch[name]()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name in self:
+            self[name]
+        return super().pop(name, *default)
+
+    def copy(self) -> dict[str, nn.Parameter | None]:
+        return dict(self.items())
+
+    def __iter__(self) -> Iterator[str]:
+        # its own iterator makes `dict()` read through `__getitem__`
+        return super().__iter__()

@@ -29,6 +29,7 @@ from yobx_flatten.private_names.of_torch import grouped_products, pytree
 
 from ...device.protocol import Device
 from ...optim.layer_contents import LayerContents, ParameterSlot
+from .host_table import ParametersOnDemand
 
 Runs: TypeAlias = Sequence[tuple[int, int]]  # consecutive rows, as (start, stop)
 _TABLE = "_roundpipe_table"  # attribute of the tensor on the device, which may stay there from run to run
@@ -524,50 +525,3 @@ class PartialLayer:
             skip((table.rows - len(table.table.present)) * table.table.row_nbytes)
         self._tables.clear()
         self._stands.clear()
-
-
-class ParametersOnDemand(dict[str, nn.Parameter | None]):
-    """The parameters of a module, some of which are copied to the device when they are read.
-
-    >>> found = ParametersOnDemand({"weight": None, "bias": None}, {"weight": lambda: print("copied")})
-    >>> found["bias"], "weight" in found
-    (None, True)
-    >>> found["weight"]
-    copied
-    """
-
-    # It replaces `module._parameters`, where every access looks a parameter up: `module.weight`,
-    # `module.parameters()`, functions that call a module with other parameters.
-
-    def __init__(self, parameters: Mapping[str, Any], fetch: Mapping[str, Callable[[], None]]) -> None:
-        # fetch: functions that copy a parameter, by its name
-        super().__init__(parameters)
-        self._fetch = dict(fetch)
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        if name in self._fetch:
-            self._fetch[name]()
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            return default
-        return self[name]
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-    def pop(self, name: str, *default: Any) -> Any:
-        if name in self:
-            self[name]
-        return super().pop(name, *default)
-
-    def copy(self) -> dict[str, nn.Parameter | None]:
-        return dict(self.items())
-
-    def __iter__(self) -> Iterator[str]:
-        # its own iterator makes `dict()` read through `__getitem__`
-        return super().__iter__()

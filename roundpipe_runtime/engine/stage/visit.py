@@ -211,7 +211,8 @@ class Visit:
             if resident.contents.buffers:
                 for number, (value, ready) in self.collected.buffers.before(layer, microbatch).items():
                     resident.buffers[number] = self.device.copy_in(value, ready)
-            data = self._saved_data(layer, microbatch)
+            saved = self.collected.kept.pop((layer, microbatch), None)
+            data = None if saved is None else saved.structure.rebuild(fetch(self.device, saved))
         changes = resident.traits.changes_attributes.get(resident.contents.module.training)
         is_followed = not self.spec.trial and (self.spec.looks or changes)
         attributes = self._attributes(resident, (layer, microbatch), kind) if is_followed else _NO_MODES
@@ -315,10 +316,6 @@ class Visit:
         self.generator.cpu_state = None
         on_host: HostValue = self.run.mailbox.take(("activation", self.stage.layers[0], microbatch))
         return on_host
-
-    def _saved_data(self, layer: int, microbatch: int) -> Any:
-        on_host = self.collected.kept.pop((layer, microbatch), None)
-        return None if on_host is None else on_host.structure.rebuild(fetch(self.device, on_host))
 
     def _open(self, on_host: HostValue) -> Values:
         return Values(on_host.structure, fetch(self.device, on_host), on_host.needs_grad)

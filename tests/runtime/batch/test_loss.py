@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roundpipe_runtime.batch.loss import LossContract, WeightedLoss, read_loss, warn_if_uneven
-from roundpipe_runtime.errors import LossError, UnevenSplitWarning
+from roundpipe_runtime.errors import ConfigError, LossError, UnevenSplitWarning
 from roundpipe_runtime.pipeline.roundpipe import back_from
 
 
@@ -127,6 +127,8 @@ def test_microbatches_that_do_not_go_together_are_refused():
         contract.add(0, (learning(1.0), 2))
     with pytest.raises(LossError, match="weights microbatches by their rows"):
         LossContract("mean", [1, None]).add(0, learning(1.0))
+    with pytest.raises(ConfigError, match='loss_reduction must be "sum" or "mean", found \'none\''):
+        LossContract("none", [1])
 
 
 @pytest.mark.parametrize(("rows", "count"), [([3, 3, 2, 2], 4), ([1, 1], 4)])

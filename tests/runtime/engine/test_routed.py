@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, Timeline
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, Timeline, VirtualDevice
 from roundpipe_runtime.engine.parameters import partial_table
 from roundpipe_runtime.engine.parameters.partial_table import find_groups
 from roundpipe_runtime.optim.layer_contents import scan
-from tests.runtime.small import assert_same_gradients, checked_devices, gradients, without_row_check
+from tests.runtime.small import assert_same_gradients, gradients, without_row_check
 
 F = nn.functional
 WIDTH, EXPERTS = 16, 8
@@ -395,13 +395,14 @@ def test_groups_are_named_by_their_place_and_a_list_of_different_modules_has_non
 def test_a_timeline_states_the_bytes():
     """Memory is that of all experts, so what is planned fits whatever tokens are routed to."""
     model = model_of(ByRow)
-    with checked_devices(1) as devices:
-        pipe = pipe_of(model, devices, num_microbatch=1)
-        for _ in range(3):
-            with Timeline() as timeline, torch.no_grad():
-                pipe(rows_to(3))
-        whole = sum(parameter.nbytes for parameter in model.parameters())
-        row = model[1].weight.nbytes // EXPERTS
-        assert (timeline.uploaded, timeline.skipped) == (whole - 7 * row, 7 * row)
-        assert timeline.to_chrome_trace()["otherData"]["skipped"] == 7 * row
-        assert devices[0].peak >= whole
+    device = VirtualDevice("virtual:0", memory_limit=10**6, check=True)
+    pipe = pipe_of(model, [device], num_microbatch=1)
+    for _ in range(3):
+        with Timeline() as timeline, torch.no_grad():
+            pipe(rows_to(3))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    row = model[1].weight.nbytes // EXPERTS
+    assert (timeline.uploaded, timeline.skipped) == (whole - 7 * row, 7 * row)
+    assert timeline.to_chrome_trace()["otherData"]["skipped"] == 7 * row
+    assert device.peak >= whole
+    device.close()

@@ -24,8 +24,9 @@ def encoder(**options):
     return nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, **options) for _ in range(2)])
 
 
-def recurrent():
-    return module_of(lambda self, x: self.inner(x)[0], inner=nn.RNN(8, 8)).train()
+class Recurrent(nn.RNN):
+    def forward(self, x):
+        return super().forward(x)[0]
 
 
 def turned(inner):
@@ -43,7 +44,7 @@ def call(pipe, way, inputs=X, num_microbatch=2, **options):
 
 @pytest.mark.parametrize(("replicas", "num_microbatch"), [(None, 2), (1, 2), (2, 2), (2, 1), (9, 1)])
 @pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
-@pytest.mark.parametrize("make", [encoder, lambda: nn.Sequential(nn.Linear(8, 8), recurrent())])
+@pytest.mark.parametrize("make", [encoder, lambda: nn.Sequential(nn.Linear(8, 8), Recurrent(8, 8))])
 def test_a_sequence_that_is_cut_is_refused(make, way, replicas, num_microbatch):
     if way == "no gradients" and num_microbatch == 1:
         pytest.skip("an evaluation runs as one group, so nothing is cut")
@@ -69,7 +70,7 @@ def test_the_rule_of_the_error_gives_the_numbers_of_the_plain_layers(replicas):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: encoder(batch_first=True), lambda: nn.Sequential(turned(recurrent()), nn.Linear(8, 8))]
+    "make", [lambda: encoder(batch_first=True), lambda: nn.Sequential(turned(Recurrent(8, 8)), nn.Linear(8, 8))]
 )
 def test_layers_that_keep_rows_apart_are_accepted(make):
     plain = make().eval()
@@ -101,8 +102,9 @@ def sequence_first():
     return module_of(forward, qkv=nn.Linear(8, 24)).train()
 
 
-def attends():
-    return module_of(lambda self, x: self.inner(x, x, x)[0], inner=nn.MultiheadAttention(8, 2, 0.1)).train()
+class Attends(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
 
 
 class Average(nn.Module):
@@ -127,7 +129,7 @@ class Average(nn.Module):
 
 MIXES = {
     "batch on axis 1": sequence_first,
-    "attention of torch": attends,
+    "attention of torch": lambda: Attends(8, 2, 0.1),
     "encoder of torch": lambda: nn.TransformerEncoderLayer(8, 2, 16),
     "mean of the batch": lambda: Layer(lambda layer, x: x - x.mean(0)),
     "mean of the batch in training": lambda: Layer(lambda layer, x: x - x.mean(0) if layer.training else x),

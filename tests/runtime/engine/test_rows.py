@@ -233,8 +233,10 @@ APART = {
 @pytest.mark.parametrize("kind", APART)
 def test_a_layer_that_computes_each_row_by_itself_runs(kind, way):
     pipe = pipeline(APART[kind]())
-    warns = kind == "buffers" and pytest.warns(RoundPipeWarning, match="The outputs of a layer depend")
-    with warns or contextlib.nullcontext():  # of a state that outputs depend on, at the first call
+    warns = pytest.warns(RoundPipeWarning, match="The outputs of a layer depend")
+    with (
+        warns if kind == "buffers" else contextlib.nullcontext()
+    ):  # of a state that outputs depend on, at the first call
         call(pipe, way)
     call(pipe, way)
 
@@ -368,8 +370,8 @@ def test_clamped_gradients_are_those_of_the_mean_over_the_batch(way, number):
     pipe = RoundPipe(
         clamped(way), devices="virtual:2:check", model_run_config=RoundPipeRunConfig(num_microbatch=number)
     )
-    warns = number > 1 and pytest.warns(RoundPipeWarning, match="not proportional")
-    with warns or contextlib.nullcontext():
+    warns = pytest.warns(RoundPipeWarning, match="not proportional")
+    with warns if number > 1 else contextlib.nullcontext():
         found = pipe.forward_backward((X,), label=LABELS, loss_fn=masked_mean)
     total, weight = masked_mean(plain(X), LABELS)
     (total / weight).backward()
@@ -433,8 +435,8 @@ def test_layers_that_cannot_be_tried_are_named_when_they_run():
 
     pipe = pipeline(Layer(four))
     for number in range(3):
-        warns = number == 1 and pytest.warns(UserWarning, match=r"could not be checked.*four rows, please")
-        with warns or contextlib.nullcontext():
+        warns = pytest.warns(UserWarning, match=r"could not be checked.*four rows, please")
+        with warns if number == 1 else contextlib.nullcontext():
             call(pipe, "no gradients", torch.cat([X, X[:2]]))
 
 

@@ -351,16 +351,16 @@ def test_a_constant_is_none_while_ours_are_in_force(python):
 @in_the_main_run
 def test_two_classes_of_one_name_are_stored_under_two_and_read_with_the_class_that_has_the_name_now(python):
     """torch remembers specs by their text; what it remembers goes with the class."""
-    first = recipe_for(Pair, "tests:same")
+    first, second = recipe_for(Pair, "tests:same"), recipe_for(Other, "tests:same")
     python.write(first)
-    python.write(recipe_for(Other, "tests:same"))
+    python.write(second)
     names = [pytree.SUPPORTED_SERIALIZED_TYPES[cls].serialized_type_name for cls in (Pair, Other)]
     assert names == ["tests:same", "tests:same#2"]
     stored = pytree.treespec_dumps(pytree.tree_structure(Pair(1, 2)))
     assert pytree.treespec_loads(stored).type is Pair
-    for recipe in (first, recipe_for(Other, "tests:same")):
-        python.restore(recipe, None)
-    python.write(recipe_for(Other, "tests:same"))
+    python.restore(first, None)
+    python.restore(second, None)
+    python.write(second)
     assert pytree.treespec_loads(stored).type is Other
 
 

@@ -149,11 +149,7 @@ def test_attributes_beside_the_items_are_refused_with_the_line_that_takes_them(r
     register_class_flattening(Open, flatten, unflatten, keyed)
     back = rebuilt(obj)
     assert (back.b is obj.b, back["a"] is obj["a"]) == (True, True)
-
-
-def test_attributes_of_a_user_dict_are_refused(registered):
-    """It holds its items in an attribute, and what is beside it is none of them."""
-    obj = registered(User)(a=1)
+    obj = registered(User)(a=1)  # which holds its items in an attribute
     assert rebuilt(obj) == User(a=1)
     obj.more = 2
     with pytest.raises(RoundTripError, match="its attribute 'more' would be lost"):

@@ -110,8 +110,8 @@ def test_a_class_taken_away_inside_by_torch_comes_back(cache_of_others):
 def test_a_model_runs_inside_as_outside(left_as_found):
     """Eagerly the same bits, below the window and past it: replacements are for traces, no method is replaced."""
     classes = DynamicLayer, DynamicSlidingWindowLayer, DynamicCache
-    before, started = [vars(cls).copy() for cls in classes], start("gemma3")
-    outside = go_on(started, copy.deepcopy(started.cache))
+    started = start("gemma3")
+    outside, before = go_on(started, copy.deepcopy(started.cache)), [vars(cls).copy() for cls in classes]
     with block():
         assert [vars(cls).copy() for cls in classes] == before
         inside = go_on(started, copy.deepcopy(started.cache))

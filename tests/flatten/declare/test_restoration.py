@@ -46,6 +46,9 @@ def test_theirs_step_back_for_the_block(cache_of_others, left_as_found):
         assert in_force() is flatten_dynamic_cache
         assert fx_pytree.SUPPORTED_NODES[DynamicCache] is not other_libraries.their_fx_rule
     assert in_force() is other_libraries.their_flatten
+    with block():  # they come back also where torch takes the class away inside
+        pytree._deregister_pytree_node(DynamicCache)
+    assert in_force() is other_libraries.their_flatten
 
 
 def test_the_executorch_registration_of_transformers_comes_back(left_as_found):
@@ -99,12 +102,6 @@ def test_a_model_output_defined_inside_stays_registered():
         assert pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[shared] is local
     finally:
         other_libraries.forget(local)
-
-
-def test_a_class_taken_away_inside_by_torch_comes_back(cache_of_others):
-    with block():
-        pytree._deregister_pytree_node(DynamicCache)
-    assert in_force() is other_libraries.their_flatten
 
 
 def test_a_model_runs_inside_as_outside(left_as_found):

@@ -13,6 +13,7 @@ from roundpipe_runtime.batch.entries import FlatBatch, rows_of_parts
 from roundpipe_runtime.batch.spec import Replicate, TensorChunkSpec
 from roundpipe_runtime.batch.splitting import split, split_flat
 from roundpipe_runtime.errors import SplitError
+from tests.modules import module_of
 from tests.runtime.batch.rows import firsts, rows
 from tests.runtime.small import without_row_check
 from yobx_flatten import make_dynamic_cache, register_flattening_functions
@@ -181,27 +182,22 @@ def flatten(batch):
 register_pytree_node(Batch, flatten, lambda children, context: Batch(*children))
 
 
-class Reads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, batch):
-        return self.linear(batch.logits) + batch.hidden_states.sum(1, keepdim=True)
-
-
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_the_batch_is_flattened_for_its_leaves_and_for_its_structure(microbatches):
     torch.manual_seed(0)
-    layer, batch, labels = Reads(), Batch(torch.randn(8, 3), torch.randn(8, 4)), torch.randn(8, 2)
+    batch, labels = Batch(torch.randn(8, 3), torch.randn(8, 4)), torch.randn(8, 2)
+
+    def forward(self, given):
+        return self.linear(given.logits) + given.hidden_states.sum(1, keepdim=True)
+
+    layer = module_of(forward, linear=nn.Linear(3, 2)).train()
     expected = torch.autograd.grad(nn.functional.mse_loss(layer(batch), labels), [*layer.parameters()])
     FLATTENED.clear()
     pipe = without_row_check(RoundPipe(nn.Sequential(layer), devices="virtual:2"))
     config = RoundPipeRunConfig(num_microbatch=microbatches, loss_reduction="mean")
     pipe.forward_backward((batch,), label=labels, loss_fn=nn.functional.mse_loss, run_config=config)
     assert [obj is batch for obj in FLATTENED] == [True, True]
-    for parameter, gradient in zip(layer.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close([parameter.grad for parameter in layer.parameters()], list(expected))
 
 
 def test_leaves_of_microbatches_are_those_of_the_split_trees():

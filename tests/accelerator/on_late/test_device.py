@@ -158,14 +158,14 @@ def test_gradients_of_one_stage_only_are_still_under_way(device):
     assert found == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
 
 
-@pytest.mark.parametrize(("nbytes", "pieces"), [(16, 3), (40, 1), (1, 10)])
-def test_large_parameters_travel_in_pieces(device, nbytes, pieces):
+def test_large_parameters_travel_in_pieces(device):
     """Ten floats at 16 bytes a piece are three copies."""
-    there, source = torch.empty(10, device=device.torch_device), torch.arange(10.0).pin_memory()
-    late.counts()
-    copy_in_pieces(there, source, nbytes)
-    assert late.counts()["copies up, pinned"] == pieces
-    assert there.cpu().equal(source)
+    for nbytes, pieces in ((16, 3), (40, 1), (1, 10)):
+        there, source = torch.empty(10, device=device.torch_device), torch.arange(10.0).pin_memory()
+        late.counts()
+        copy_in_pieces(there, source, nbytes)
+        assert late.counts()["copies up, pinned"] == pieces
+        assert there.cpu().equal(source)
 
 
 @pytest.mark.parametrize(
@@ -443,25 +443,20 @@ def test_every_device_is_looked_over():
     assert [check for check in found.values() if check.status == "fail"] == []
 
 
-RATES = DeviceRates(50e9, 40e9, 80e9, 8e9, 6e9, 500e12, 0.95, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("changed", "what", "status", "words"),
-    [
+def test_what_was_measured_is_judged(monkeypatch):
+    """2 bytes up at 50 GB/s take as long as 2 operations of 10,000 tokens at 500 TFLOP/s."""
+    good = DeviceRates(50e9, 40e9, 80e9, 8e9, 6e9, 500e12, 0.95, 1.0)
+    for changed, what, status, words in [
         ({}, "link of", "ok", "50 GB/s up, 40 GB/s down, 80 GB/s both at once"),
         ({"down": 3e9}, "link of", "warning", "3 GB/s down"),
         ({"overlap": 0.1}, "streams of", "warning", "10%"),
         ({"clock": 0.01}, "events of", "warning", "0.01 s"),
         ({}, "speed of", "ok", "500 TFLOP/s"),
-        # 2 bytes up at 50 GB/s take as long as 2 operations of 10,000 tokens at 500 TFLOP/s
         ({}, "plan for", "ok", "from 10,000 tokens per step on"),
-    ],
-)
-def test_what_was_measured_is_judged(monkeypatch, changed, what, status, words):
-    rates = dataclasses.replace(RATES, **changed)
-    monkeypatch.setattr(doctor, "measure_device", lambda device: rates)
-    (found,) = (check for check in doctor.device_checks(torch.device("late:0")) if check.name == f"{what} late:0")
-    assert found.status == status
-    assert words in found.found
-    assert bool(found.remedy) is (status != "ok")
+    ]:
+        rates = dataclasses.replace(good, **changed)
+        monkeypatch.setattr(doctor, "measure_device", lambda device, rates=rates: rates)
+        (found,) = (check for check in doctor.device_checks(torch.device("late:0")) if check.name == f"{what} late:0")
+        assert found.status == status
+        assert words in found.found
+        assert bool(found.remedy) is (status != "ok")

@@ -95,12 +95,10 @@ def test_every_way_to_name_devices():
         assert [d.name for d in parse_devices()] == ["virtual:0", "virtual:1"]
 
 
-@pytest.mark.parametrize(
-    "wrong", ["virtual:0", "virtual:", "virtual:2:slow", "nonsense", [], ["cpu"], ["meta"], 3, torch.device("cpu")]
-)
-def test_what_names_no_device_is_refused(wrong):
-    with pytest.raises(ConfigError, match=r"virtual:[2N]"):
-        parse_devices(wrong)
+def test_what_names_no_device_is_refused():
+    for wrong in ("virtual:0", "virtual:", "virtual:2:slow", "nonsense", [], ["cpu"], ["meta"], 3, torch.device("cpu")):
+        with pytest.raises(ConfigError, match=r"virtual:[2N]"):
+            parse_devices(wrong)
     with pytest.raises(ConfigError, match="twice"):
         parse_devices([VirtualDevice("virtual:0")] * 2)
 

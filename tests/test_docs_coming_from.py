@@ -72,8 +72,8 @@ def test_yobx_names_that_are_kept_do_what_they_did_and_a_value_of_the_enum_regis
         assert "DynamicCache" in str(yobx_flatten.flattening_list())
 
 
-def test_yobx_an_observed_run_gives_shapes_arguments_and_a_comparison():
-    """`InputObserver` and its three methods."""
+def test_yobx_an_observed_run_gives_shapes_arguments_and_a_comparison_and_a_cache_is_whole_without_a_line():
+    """`InputObserver`; `finalize_cache`, `apply_patches_for_model`, `CacheKeyValue`: the model itself, in the block."""
     for name in ("calls.dynamic_shapes()", "calls.example()", "calls.replay(program)"):
         assert name in _row_of("InputObserver")
     model = small_model("llama")
@@ -82,12 +82,7 @@ def test_yobx_an_observed_run_gives_shapes_arguments_and_a_comparison():
     decode = calls["decode"]
     how = {"dynamic_shapes": decode.dynamic_shapes(), "cases": []}
     assert decode.replay(export_program(decode.module(), kwargs=decode.example(), **how)).ok
-
-
-def test_yobx_a_cache_is_whole_without_a_line():
-    """`finalize_cache`, `apply_patches_for_model` and `CacheKeyValue`: the model itself, inside the block."""
     assert 'small_model("llama")' in _row_of("get_untrained_model_with_inputs")
-    model = small_model("llama")
     inputs = decode_inputs(model, DecodeSizes(2, 5, 3))
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         cache = yobx_flatten.huggingface.cache_names.cache_of(model(**inputs))

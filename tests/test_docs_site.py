@@ -152,7 +152,7 @@ def documented() -> Counter[str]:
     return names
 
 
-def test_the_reference_lists_every_public_name_once_and_no_other_and_names_that_moved_stay():
+def test_the_references_list_every_public_name_once_and_names_that_moved_stay():
     """A name of two folders would have two homes."""
     assert len(yobx_flatten.__all__) <= 58
     assert max(Counter(name for folder in FOLDERS for name in folder.__all__).values()) == 1
@@ -166,9 +166,6 @@ def test_the_reference_lists_every_public_name_once_and_no_other_and_names_that_
         assert found.__name__ in dir(yobx_flatten)
     with pytest.raises(AttributeError, match="module 'yobx_flatten' has no attribute 'Undoo'"):
         yobx_flatten.Undoo  # noqa: B018 # the lookup is the test
-
-
-def test_the_reference_of_the_runtime_lists_every_public_name_once():
     text = "\n".join(page.read_text(encoding="utf-8") for page in API.glob("runtime_*.md"))
     listed = Counter(re.findall(r"^\.\. auto\w+:: roundpipe_runtime\.(\S+)$", text, re.MULTILINE))
     more = [f"huggingface.{name}" for name in huggingface.__all__ if name not in roundpipe_runtime.__all__]

@@ -401,7 +401,7 @@ def test_wheels_are_unpacked_without_pip(tmp_path, monkeypatch):
     assert zipfile.ZipFile(wheel).namelist() == ["b/libbitsandbytes_cuda130.so", "b/nn.py"]
 
 
-def test_the_page_and_the_lines_of_others_are_those_of_the_records():
+def test_the_page_is_that_of_the_records_with_plan_and_measurement():
     """Records of a dry run are not those of a GPU."""
     stored = json.loads(page.DATA.read_text(encoding="utf-8")) if page.DATA.exists() else {}
     assert (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8") == page.page(stored)
@@ -413,9 +413,6 @@ def test_the_page_and_the_lines_of_others_are_those_of_the_records():
     assert "**has not run on a GPU yet**" in page.page({"profile": profile})
     assert {program for row in ROWS for program in row.programs} == PROGRAMS.keys()
     assert {row.tokens for row in ROWS} == {65536, 262144}
-
-
-def test_a_day_of_a_gpu_becomes_a_page_with_plan_and_measurement():
     row = ROWS[0].name
     rates = {"up": 50e9, "down": 49e9, "both": 90e9, "pageable_up": 8e9, "pageable_down": 7e9, "flops": 7e14}
     one = {"row": row, "tokens": 65536, "TFLOPS": 272.0, "device peak": 3e10, "host taken": 4e10, "host resident": 1e9}

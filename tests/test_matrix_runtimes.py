@@ -19,7 +19,7 @@ from matrix.worker import run_columns
 from yobx_flatten.export.exported_model import source_of
 
 
-def test_every_type_of_the_folders_is_recorded_and_a_known_cause_stands_in_place_of_the_error(monkeypatch):
+def test_types_of_folders_are_recorded_known_causes_stated_and_columns_those_of_installed_libraries(monkeypatch):
     types = Results.read(recorded_file("runtimes")).types
     assert {name for name, entry in types.items() if set(entry["columns"]) & set(OF_FOLDERS)} == set(TYPES)
     known = {("OpenVINO", "no rule for f", ("llama",)): "it has no f", ("Execu", "0x1", ()): "always"}
@@ -28,9 +28,6 @@ def test_every_type_of_the_folders_is_recorded_and_a_known_cause_stands_in_place
     assert cause_of("gpt2", "OpenVINO", "RuntimeError: no rule for f") == "`RuntimeError: no rule for f`"
     assert cause_of("gpt2", "ExecuTorch", "RuntimeError: 0x1") == "always"
     assert cause_of("llama", "AOTInductor", "RuntimeError: no rule for f") == "`RuntimeError: no rule for f`"
-
-
-def test_columns_are_those_of_the_libraries_that_are_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "executorch" else name)
     assert parse([]).columns == ["program", "OpenVINO", "AOTInductor"]
     assert parse(["--columns", "AOTInductor"]).columns == ["program", "AOTInductor"]

@@ -99,7 +99,7 @@ def test_the_next_stage_is_copied_while_one_computes(seconds, upload, starts, pe
     assert result.peak_memory == peak
 
 
-def test_bytes_and_memory_are_counted_and_activations_cross_two_links():
+def test_bytes_and_memory_are_counted_and_too_little_is_said_before_anything_runs():
     result = simulate([StageLoad(1.0, outputs=10), StageLoad(1.0, inputs=20)], Machine(2, link=10.0), 1)
     assert [timed.start for timed in result.steps] == [0.0, 4.0]  # out in 1 s, and into the next device in 2 s
     stages = [
@@ -111,9 +111,6 @@ def test_bytes_and_memory_are_counted_and_activations_cross_two_links():
     assert result.bytes_down == 2 * (50 + 3 * 2)
     # first stage in work, its activations twice, the second one prefetched
     assert result.peak_memory == max(100 + 7 + 2 * 3 + 50, 100 + 2 * 2 + 100)
-
-
-def test_too_little_memory_is_said_before_anything_runs():
     with pytest.raises(ConfigError, match=r"needs 2 GB of memory, but has 1.5 GB.*\n.*num_microbatch=4"):
         simulate([StageLoad(1.0, upload=10**9)] * 2, Machine(1, memory=1.5e9), 2)
     with pytest.raises(ConfigError, match="staleness must be 0 or 1"):

@@ -37,7 +37,6 @@ def run(*arguments, **options):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["exprt"], "No such command 'exprt'"),
         (["demo", "--models", "llama,lama"], "unknown model 'lama'; choose from llama, gemma3, mistral, t5"),
         (["demo", "--outptu", "here"], "No such option: --outptu"),
         (["export"], "Missing argument 'MODEL'"),

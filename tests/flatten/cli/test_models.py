@@ -88,7 +88,6 @@ def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["lama"], "Did you mean llama"),
         (["./nowhere"], "There is no folder ./nowhere"),
         (["llama", "--task", "poetry"], "There is no task 'poetry'"),
         (["llama", "--task", "fill-mask"], "is for text-generation, not for fill-mask"),

@@ -76,9 +76,11 @@ def write_proven(
     # share: whether to try onnxruntime's attention first, which updates the cache in place
     # quantization: how to quantize the weights if nothing is checked
     example = source.example
-    attempts = _attempts(opset_version)
-    if share and attempts[0].fuse:
+    newest = ATTENTION_OPSET if opset_version is None else opset_version
+    attempts = [_Attempt(newest, True)] if newest >= ATTENTION_OPSET else []
+    if share and attempts:
         attempts.insert(0, dataclasses.replace(attempts[0], share=True))
+    attempts.append(_Attempt(opset_version, False))
     done = len(report.cases)
     refused: Exception | None = None  # the first error of a conversion
 
@@ -155,13 +157,6 @@ def _written(
             remark_quantized(found, quantization, report)
         report.onnx_bytes = file.save(converted.model)
     return converted
-
-
-def _attempts(opset_version: int | None) -> list[_Attempt]:
-    if opset_version is not None:
-        fused = [_Attempt(opset_version, True)] if opset_version >= ATTENTION_OPSET else []
-        return [*fused, _Attempt(opset_version, False)]
-    return [_Attempt(ATTENTION_OPSET, True), _Attempt(None, False)]
 
 
 def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:

@@ -164,7 +164,7 @@ class WeightGrid:
         return found.reshape(len(self.numbers), -1)
 
 
-def find_grid(matrix: Floats, most_bits: int = 8) -> WeightGrid | None:
+def find_grid(matrix: Floats) -> WeightGrid | None:
     """Return 4-bit or 8-bit integers with scales that reproduce a matrix up to rounding; ``None`` if impossible.
 
     >>> steps = numpy.arange(-8, 8, dtype=numpy.float32).reshape(1, 16)
@@ -181,10 +181,10 @@ def find_grid(matrix: Floats, most_bits: int = 8) -> WeightGrid | None:
     if (short == matrix).all():  # the weights were computed in half precision
         matrix = short
     # fast rejection: a matrix that fits any form in any block size fits this form in the smallest blocks
-    if _with_lowest(_sample(matrix, _BLOCKS[-1]), most_bits) is None:
+    if _with_lowest(_sample(matrix, _BLOCKS[-1]), 8) is None:
         return None
-    widths, sizes = (4, 8) if most_bits == 8 else (4,), [size for size in _BLOCKS if columns % size == 0]
-    for bits, size, form in itertools.product(widths, sizes, (_symmetric, _with_zero, _with_lowest)):
+    sizes = [size for size in _BLOCKS if columns % size == 0]
+    for bits, size, form in itertools.product((4, 8), sizes, (_symmetric, _with_zero, _with_lowest)):
         found = None if form(_sample(matrix, size), bits) is None else _whole(matrix, size, bits, form)
         if found is not None:
             apart = numpy.abs(found.weights() - matrix).reshape(-1, size).max(1)

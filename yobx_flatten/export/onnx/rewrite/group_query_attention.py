@@ -215,15 +215,13 @@ def _matched(
         return None
     query, key, scale, cap = scores
     key, value = unrepeated(key), unrepeated(input_of(product, 1))
-    if query.shape is None or list(sinks.shape) != [1, query.shape[1], 1, 1] or not all(map(_is_cache, (key, value))):
+    if query.shape is None or list(sinks.shape) != [1, query.shape[1], 1, 1]:
         return None
+    # keys and values have to be cache inputs of the file, concatenated with new tokens
+    for one, cat in ((one, producer(one, "Concat")) for one in (key, value)):
+        if cat is None or not input_of(cat, 0).is_graph_input() or not one.is_graph_output():
+            return None
     return (query, key, scale, cap), value, masked.inputs[1], sinks, product
-
-
-def _is_cache(value: ir.Value) -> bool:
-    """Return whether keys or values are a cache input of the file, concatenated with new tokens."""
-    joined = producer(value, "Concat")
-    return joined is not None and input_of(joined, 0).is_graph_input() and value.is_graph_output()
 
 
 def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:

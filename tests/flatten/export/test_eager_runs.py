@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import Case, export_onnx, export_program, register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
 from yobx_flatten.export.proof import eager_runs
@@ -71,15 +71,6 @@ def test_a_file_is_compared_with_the_calls_of_the_program(tmp_path):
     assert module.calls - before == before + 1
 
 
-class Draws(torch.nn.Module):
-    def __init__(self, draw, factor=1.0):
-        super().__init__()
-        self.draw, self.factor = draw, factor
-
-    def forward(self, x):
-        return x + self.factor * self.draw()
-
-
 DRAWS = {
     "random": functools.partial(random.choice, range(10**6)),
     "numpy.random": np.random.standard_normal,
@@ -90,14 +81,14 @@ DRAWS = {
 def test_what_python_draws_is_a_constant_and_refused(source):
     """A trace holds the number that it drew: each call of the program would have it."""
     with pytest.raises(ReplayError, match=f"forward draws from {source}: program calls repeat the trace's numbers"):
-        export_program(Draws(DRAWS[source]), (torch.ones(3),))
+        export_program(module_of(lambda self, x: x + DRAWS[source]()), (torch.ones(3),))
 
 
 def test_what_is_drawn_and_not_used_is_a_note():
     random.seed(5)
     expected = random.random()
     random.seed(5)
-    exported = export_program(Draws(random.random, 0.0), (torch.ones(3),))
+    exported = export_program(module_of(lambda self, x: x + 0.0 * random.random()), (torch.ones(3),))
     assert random.random() == expected
     assert any(note.startswith("forward draws from random:") for note in exported.report.remarks)
     assert torch.equal(exported(torch.zeros(4)), torch.zeros(4))

@@ -14,7 +14,7 @@ from torch.export import Dim
 
 from tests.cache_words import cache_of
 from tests.models import WINDOW, make_model
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.errors import InvalidArgumentError, ReplayError, SpecMismatchError
 from yobx_flatten.export import Case, export_program, prove_program
@@ -79,18 +79,12 @@ def test_a_sliding_cache_holds_what_the_mask_states(columns, held):
         bind(held + 1)
 
 
-class Positions(torch.nn.Module):
+def _positions(self, input_ids, attention_mask, past_key_values):
     """Positions that a mask states, as those of OPT: whatever its length is, there is one for each token."""
-
-    def __init__(self):
-        super().__init__()
-        self.positions = torch.nn.Embedding(32, 4)
-
-    def forward(self, input_ids, attention_mask, past_key_values):
-        columns, new = attention_mask.shape[1], input_ids.shape[1]
-        torch._check(columns == past_key_values.shape[1] + new)
-        places = torch.arange(new) + (columns - new)
-        return self.positions(attention_mask.cumsum(1).index_select(1, places)), past_key_values
+    columns, new = attention_mask.shape[1], input_ids.shape[1]
+    torch._check(columns == past_key_values.shape[1] + new)
+    places = torch.arange(new) + (columns - new)
+    return self.positions(attention_mask.cumsum(1).index_select(1, places)), past_key_values
 
 
 def _call(rows, past, new, columns):
@@ -105,7 +99,8 @@ def _call(rows, past, new, columns):
 def positions():
     given = _call(2, 5, 3, 8)
     free = {name: {0: Dim.AUTO, 1: Dim.AUTO} for name in given}
-    return export_program(Positions(), (), given, dynamic_shapes=free, cases=[Case("one", (), _call(1, 4, 1, 5))])
+    module, one = module_of(_positions, positions=torch.nn.Embedding(32, 4)), Case("one", (), _call(1, 4, 1, 5))
+    return export_program(module, (), given, dynamic_shapes=free, cases=[one])
 
 
 @pytest.mark.parametrize("columns", [7, 9])
@@ -358,18 +353,12 @@ def test_positional_arguments_are_refused_for_transformers():
 ATEN = torch.ops.aten
 
 
-class Mixed(torch.nn.Module):
+def _mixed(self, x):
     """An operator to decompose (``__and__``), casts with and without effect, views, a chunk, an operator to keep."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 6)
-
-    def forward(self, x):
-        y = self.linear(x.to(torch.float32))
-        first, second = y.chunk(2, dim=-1)
-        mask = (first > 0) & (second > 0)
-        return mask.to(torch.float32).reshape(x.shape[0] * 3), first.transpose(0, 1).contiguous(), x.to(torch.float64)
+    y = self.linear(x.to(torch.float32))
+    first, second = y.chunk(2, dim=-1)
+    mask = (first > 0) & (second > 0)
+    return mask.to(torch.float32).reshape(x.shape[0] * 3), first.transpose(0, 1).contiguous(), x.to(torch.float64)
 
 
 def table():
@@ -380,7 +369,7 @@ def table():
 
 
 def test_the_decomposed_program_computes_the_same_and_is_a_copy():
-    module = Mixed().eval()
+    module = module_of(_mixed, linear=torch.nn.Linear(4, 6))
     program = torch.export.export(module, (torch.randn(3, 4),), dynamic_shapes=({0: Dim.AUTO},))
     before = str(program.graph), str(program.graph_signature)
     found = decompose_untranslated(program, table())

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from tests.flatten.export.trained_model import text_of, trained_model
+from tests.modules import module_of
 from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_onnx, verify_folder
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.export import Quantization
@@ -278,22 +279,13 @@ def test_inputs_are_as_near_as_the_weights_are_worth(tmp_path, monkeypatch, whol
 BY_TOKEN = Quantization("int8", activations="token")
 
 
-class _Layers(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(96, 96, bias=False)
-        self.outer = torch.nn.Linear(96, 40)
-
-    def forward(self, x):
-        return self.outer(torch.relu(self.inner(self.inner(x))))
-
-
 @pytest.mark.parametrize("shape", [(5, 96), (2, 5, 96)], ids=["Gemm", "MatMul"])
 def test_products_are_near_those_in_float_and_cannot_overflow_the_sums_of_other_processors(tmp_path, shape):
     """Without VNNI two products of a byte and a weight are added in 16 bits."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module = _Layers().eval()
+        parts = {"inner": torch.nn.Linear(96, 96, bias=False), "outer": torch.nn.Linear(96, 40)}
+        module = module_of(lambda self, x: self.outer(torch.relu(self.inner(self.inner(x)))), **parts)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, shape[-2])[:, None]
     x[..., 1, :] = 0  # as a token of padding can be
     free = (dict.fromkeys(range(len(shape) - 1), torch.export.Dim.DYNAMIC),)

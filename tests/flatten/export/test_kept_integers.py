@@ -7,6 +7,7 @@ import onnxruntime
 import pytest
 import torch
 
+from tests.modules import module_of
 from yobx_flatten import InvalidArgumentError, export_onnx
 from yobx_flatten.export.onnx import quantized
 from yobx_flatten.export.onnx.weights import find_grid
@@ -177,17 +178,10 @@ def test_a_product_is_that_of_the_same_weights_and_integers_take_the_room_of_the
 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_embedding_alone_is_kept_too(tmp_path, name):
-    class Reader(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = torch.nn.Embedding(ROWS, COLUMNS)
-            self.table.weight = torch.nn.Parameter(torch.from_numpy(_made(block=32, **FORMS[name])))
-            self.head = _linear(seed=1, **FORMS[name])
-
-        def forward(self, ids):
-            return self.table(ids), self.head(self.table(ids))
-
-    model, path, ids = Reader().eval(), tmp_path / "m.onnx", torch.arange(ROWS).reshape(4, 10)
+    weight = torch.nn.Parameter(torch.from_numpy(_made(block=32, **FORMS[name])))
+    parts = {"table": torch.nn.Embedding(ROWS, COLUMNS, _weight=weight), "head": _linear(seed=1, **FORMS[name])}
+    model = module_of(lambda self, ids: (self.table(ids), self.head(self.table(ids))), **parts)
+    path, ids = tmp_path / "m.onnx", torch.arange(ROWS).reshape(4, 10)
     report = export_onnx(model, (ids,), path=path, cases=[], quantize="keep").report
     assert report.onnx_bytes < 0.4 * 4 * 2 * ROWS * COLUMNS
     table = model.table.weight.detach()
@@ -299,15 +293,8 @@ def test_a_product_is_that_of_the_weights_for_inputs_of_any_size(tmp_path, bits,
 
 
 def test_the_batch_stays_dynamic_and_inputs_are_split_once_for_all_products(tmp_path):
-    class Three(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = torch.nn.ModuleList(_weights(8) for _ in range(3))
-
-        def forward(self, x):
-            return torch.stack([part(x) for part in self.parts])
-
-    model, path = Three().eval(), tmp_path / "m.onnx"
+    parts, path = torch.nn.ModuleList(_weights(8) for _ in range(3)), tmp_path / "m.onnx"
+    model = module_of(lambda self, x: torch.stack([part(x) for part in self.parts]), parts=parts)
     free = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
     how = Quantization("keep", activations="float")
     export_onnx(model, (_inputs(2, 3, COLUMNS),), path=path, dynamic_shapes=free, quantize=how)

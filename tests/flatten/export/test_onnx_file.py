@@ -306,16 +306,10 @@ def test_helpers_of_graphs_name_what_is_missing():
         insert_before(ir.node("Abs", [first], name="alone"), [])
 
 
-class Convolutions(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.norm = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)
-        self.two = torch.nn.Conv2d(4, 4, 3)
-
-    def forward(self, x):
-        x = self.norm(self.one(torch.nn.functional.pad(x, (1, 1, 1, 1))))
-        x = torch.relu(torch.relu(x)).clamp(0, 6).clamp(1, 5)
-        return self.two(x).transpose(1, 2).transpose(2, 1).to(torch.float64).to(torch.float32)
+def _convolutions(self, x):
+    x = self.norm(self.one(torch.nn.functional.pad(x, (1, 1, 1, 1))))
+    x = torch.relu(torch.relu(x)).clamp(0, 6).clamp(1, 5)
+    return self.two(x).transpose(1, 2).transpose(2, 1).to(torch.float64).to(torch.float32)
 
 
 def _both_optimized(module, args, kwargs, shapes):
@@ -336,7 +330,9 @@ def test_the_graph_is_the_one_of_onnxscript():
         inputs = decode_inputs(model, DecodeSizes())
         _, ours, theirs = _both_optimized(model, (), inputs, dynamic_shapes(inputs))
     assert ours == theirs
-    size, ours, theirs = _both_optimized(Convolutions().eval(), (torch.ones(2, 3, 8, 8),), {}, None)
+    parts = {"one": torch.nn.Conv2d(3, 4, 3), "norm": torch.nn.BatchNorm2d(4), "two": torch.nn.Conv2d(4, 4, 3)}
+    module = module_of(_convolutions, **parts)
+    size, ours, theirs = _both_optimized(module, (torch.ones(2, 3, 8, 8),), {}, None)
     assert ours == theirs
     assert len(ours.graph.node) < size
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.models import make_model
-from tests.modules import Answers, module_class
+from tests.modules import Answers, module_of
 from yobx_flatten import Case, ReplayError, export_onnx, export_program
 from yobx_flatten.errors import InvalidArgumentError, NoRoomError
 from yobx_flatten.export.model_facts import ModelFacts, weight_bytes
@@ -146,23 +146,14 @@ def test_only_what_is_written_to_is_copied():
     assert written_state(export_program(WritesElsewhere(), (X,), cases=[]).program) == ["n"]
 
 
-class First(torch.nn.Module):
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        found = self.layer(x)
-        return found[0] if isinstance(found, tuple) else found
-
-
 @pytest.mark.parametrize("is_training", [False, True])
 @pytest.mark.parametrize(
     "layer", [nn.LSTM(4, 5), nn.GRU(4, 5, 2, dropout=0.5), nn.RReLU(), nn.Dropout(0.0), nn.Dropout(0.5)], ids=str
 )
 def test_an_operator_draws_if_two_calls_of_the_model_differ(layer, is_training):
     """An LSTM without dropout in training mode does not draw, and its file is compared."""
-    module, x = First(layer).train(is_training), -torch.rand(3, 6, 4)
+    module = module_of(lambda self, x: found[0] if isinstance(found := self.layer(x), tuple) else found, layer=layer)
+    module, x = module.train(is_training), -torch.rand(3, 6, 4)
     draws = not torch.equal(module(x), module(x))
     program = export_program(module, (x,), cases=[], steps=1).program
     assert bool(draws_random_numbers(program)) is draws
@@ -198,24 +189,19 @@ def test_what_a_tokenizer_returns_is_exported_and_says_what_was_left_out(tmp_pat
     torch.testing.assert_close(found[read], expected[read], atol=1e-4, rtol=1e-4)
 
 
-class Drifts(torch.nn.Module):
-    def __init__(self, where: int) -> None:
-        super().__init__()
-        self.where = where
-
-    def forward(self, input_ids, attention_mask):
-        wrong = (attention_mask == self.where) if torch.compiler.is_exporting() else torch.zeros_like(attention_mask)
-        return {"logits": input_ids[:, :, None] * 1.0 + 0.5 * wrong[:, :, None]}
+def drifting(self, input_ids, attention_mask):
+    wrong = (attention_mask == self.where) if torch.compiler.is_exporting() else torch.zeros_like(attention_mask)
+    return {"logits": input_ids[:, :, None] * 1.0 + 0.5 * wrong[:, :, None]}
 
 
 def test_a_difference_in_padding_is_none_and_one_beside_it_is():
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
     args = (torch.arange(6).reshape(2, 3), mask)
-    report = export_program(Drifts(where=0), args, cases=[]).report
+    report = export_program(module_of(drifting, where=0), args, cases=[]).report
     assert report.cases[0].left_out == ("logits",)
     assert report.max_difference == 0.0
     with pytest.raises(ReplayError, match=r"largest difference 5\.0e-01"):
-        export_program(Drifts(where=1), args, cases=[])
+        export_program(module_of(drifting, where=1), args, cases=[])
 
 
 def test_positions_of_a_cache_that_was_given_are_compared():
@@ -247,27 +233,19 @@ def test_outputs_of_another_shape_and_those_of_a_decoder_after_an_encoder_are_co
             assert padding.blank(name, value) is value, name
 
 
-class BothWays(torch.nn.Module):
-    """Attends in both directions where nothing is padded, and in one where anything is; a trace follows the second."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = torch.nn.Embedding(40, 8)
-
-    def forward(self, input_ids, attention_mask):
-        hidden = self.words(input_ids)
-        seen = attention_mask[:, None, :].bool()
-        if torch.compiler.is_compiling() or not bool(attention_mask.all()):
-            seen = seen & torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()
-        return (hidden @ hidden.mT).masked_fill(~seen, -1e9).softmax(-1) @ hidden
+def both_ways(self, input_ids, attention_mask):
+    """Attend in both directions where nothing is padded, and in one where anything is; a trace follows the second."""
+    hidden = self.words(input_ids)
+    seen = attention_mask[:, None, :].bool()
+    if torch.compiler.is_compiling() or not bool(attention_mask.all()):
+        seen = seen & torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()
+    return (hidden @ hidden.mT).masked_fill(~seen, -1e9).softmax(-1) @ hidden
 
 
-class OfTheBatch(torch.nn.Module):
-    """Divides each row by the tokens of the shortest one; a trace by those of the longest."""
-
-    def forward(self, values, keep):
-        count = keep.sum(1).amax() if torch.compiler.is_compiling() else keep.sum(1).amin()
-        return (values * keep).sum(1) / count
+def of_the_batch(self, values, keep):
+    """Divide each row by the tokens of the shortest one; a trace by those of the longest."""
+    count = keep.sum(1).amax() if torch.compiler.is_compiling() else keep.sum(1).amin()
+    return (values * keep).sum(1) / count
 
 
 def of_words(padded):
@@ -286,11 +264,11 @@ def of_values(padded):
 SENTENCE = r"differs from the eager model \(.*\)\. The model itself changes a row's output by "
 
 
-@pytest.mark.parametrize(("kind", "given"), [(BothWays, of_words), (OfTheBatch, of_values)])
+@pytest.mark.parametrize(("forward", "given"), [(both_ways, of_words), (of_the_batch, of_values)])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("export", [export_program, export_onnx])
-def test_a_model_whose_rows_depend_on_the_padding_of_others_is_named_as_such(kind, given, first, export):
-    module = kind().eval()
+def test_a_model_whose_rows_depend_on_the_padding_of_others_is_named_as_such(forward, given, first, export):
+    module = module_of(forward, words=nn.Embedding(40, 8))
     both = [Case("a case", (), given(not first))]
     with pytest.raises(ReplayError, match=SENTENCE) as raised:
         export(module, (), given(first), cases=both)
@@ -303,10 +281,12 @@ def test_a_model_whose_rows_depend_on_the_padding_of_others_is_named_as_such(kin
 
 def test_a_difference_of_another_kind_is_not_blamed_on_padding():
     """Rows know nothing of each other here."""
-    factor = lambda: 2.0 if torch.compiler.is_compiling() else 1.0  # noqa: E731 # read in each call
-    wrong = module_class("Wrong", lambda self, values, keep: (values * keep).sum(1) * factor())()
+
+    def wrong(self, values, keep):
+        return (values * keep).sum(1) * (2.0 if torch.compiler.is_compiling() else 1.0)
+
     with pytest.raises(ReplayError) as raised:
-        export_program(wrong, (), of_values(True))
+        export_program(module_of(wrong), (), of_values(True))
     assert "when another row is padded" not in str(raised.value)
 
 

@@ -223,6 +223,16 @@ def test_a_model_that_sees_what_comes_is_refused_and_so_is_a_missing_accelerate(
         Training(decoder, tiny.blocks(), settings())
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a training that got Ctrl-C after its second step."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
+        assert not training.restore(folder)
+        tiny.records_of(training, stop=2, checkpoints=folder)
+    return folder
+
+
 class TestCheckpoints:
     """What `save` writes and `restore` reads."""
 
@@ -259,15 +269,6 @@ class TestCheckpoints:
         with Training(model, made, settings(**{**chosen, "microbatches": 4})) as other:
             other.restore(tmp_path)
             assert other.microbatches == 4
-
-    @pytest.fixture(scope="class")
-    def stopped(self, tmp_path_factory):
-        """The folder of a training that got Ctrl-C after its second step."""
-        folder = tmp_path_factory.mktemp("stopped")
-        with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
-            assert not training.restore(folder)
-            tiny.records_of(training, stop=2, checkpoints=folder)
-        return folder
 
     @pytest.mark.parametrize(
         ("change", "text", "layers", "words"),

@@ -144,7 +144,6 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def reference(app: typer.Typer) -> str:
-    """Return the help of every command in Markdown, for the guide."""
     group: Any = typer.main.get_command(app)
     lines = []
     for name, command in group.commands.items():

@@ -73,6 +73,7 @@ class _Row:
     leaves: int
     path: pathlib.Path
     report: ExportReport
+    differences: dict[str, float]  # the largest difference of all outputs, by runtime
     failure: str | None = None
 
 
@@ -115,7 +116,6 @@ def demo(
             found = f"interrupted; {', '.join(written)} in {rows[0].path.parent} {are} complete"
         raise type(error)(found) from None
     if json:
-        runtimes = ("torch.export", "onnxruntime")
         say_json(
             [
                 {
@@ -126,7 +126,7 @@ def demo(
                     "export_seconds": row.report.export_seconds,
                     "onnx_seconds": row.report.onnx_seconds,
                     "bytes": row.report.onnx_bytes,
-                    "max_difference": {runtime: _largest(row.report, runtime) for runtime in runtimes},
+                    "max_difference": row.differences,
                     "ok": row.failure is None,
                     "failure": row.failure,
                 }
@@ -142,7 +142,8 @@ def _show(rows: Sequence[_Row], text: str, output: pathlib.Path) -> None:
     say(f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token per byte.\n")
     cells = []
     for row in rows:
-        report = row.report
+        report, largest = row.report, row.differences.items()
+        worst = {runtime: f"{one:.1e}{'' if one <= report.tolerance else ' DIFFERS'}" for runtime, one in largest}
         cells.append(
             {
                 "model": row.model,
@@ -152,13 +153,17 @@ def _show(rows: Sequence[_Row], text: str, output: pathlib.Path) -> None:
                 "ONNX s": f"{report.onnx_seconds or 0:.1f}",
                 "ONNX MB": f"{(report.onnx_bytes or 0) / 1e6:.2f}",
                 "cases": str(sum(case.runtime == "onnxruntime" for case in report.cases)),
-                "max diff. torch": _worst(report, "torch.export"),
-                "max diff. ONNX": _worst(report, "onnxruntime"),
+                "max diff. torch": worst["torch.export"],
+                "max diff. ONNX": worst["onnxruntime"],
             }
         )
     table(list(cells[0]), [list(row.values()) for row in cells])
     say(f"Files: {', '.join(row.path.name for row in rows)} in {output}")
-    say(f"{_LEGEND}, of {len(CASES) + 1} cases each: {', '.join(('the example', *CASES))}")
+    say(
+        f"Cache layers: D keeps all tokens, W{WINDOW} the last {WINDOW} tokens, cross the encoder's tokens; 2x: two "
+        f"such layers.\nDifferences are the largest of all outputs, of {len(CASES) + 1} cases each: "
+        f"{', '.join(('the example', *CASES))}"
+    )
     for row in rows:
         if row.failure is not None:
             say(f"\n{row.model}: {row.failure}")
@@ -191,7 +196,11 @@ def _export(name: str, text: str, output: pathlib.Path) -> _Row:
             raise
         report, failure = error.report, str(error)
     leaves = sum(leaf.startswith(CACHE) for leaf in report.input_names)
-    return _Row(name, _layers(cache_of(kwargs)), leaves, path, report, failure)
+    differences = {
+        runtime: max((case.max_difference for case in report.cases if case.runtime == runtime), default=0.0)
+        for runtime in ("torch.export", "onnxruntime")
+    }
+    return _Row(name, _layers(cache_of(kwargs)), leaves, path, report, differences, failure)
 
 
 def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:
@@ -219,18 +228,3 @@ def _layers(cache: Any) -> str:
         return f"{_layers(cache.self_attention_cache)}\ncross {_layers(cache.cross_attention_cache)}"
     codes = Counter(code_of(layer) for layer in cache.layers)
     return " + ".join(f"{count}x {code}" for code, count in codes.items())
-
-
-_LEGEND = (
-    f"Cache layers: D keeps all tokens, W{WINDOW} the last {WINDOW} tokens, cross the encoder's tokens; 2x: two such "
-    "layers.\nDifferences are the largest of all outputs"
-)
-
-
-def _worst(report: ExportReport, runtime: str) -> str:
-    worst = _largest(report, runtime)
-    return f"{worst:.1e}" if worst <= report.tolerance else f"{worst:.1e} DIFFERS"
-
-
-def _largest(report: ExportReport, runtime: str) -> float:
-    return max((case.max_difference for case in report.cases if case.runtime == runtime), default=0.0)

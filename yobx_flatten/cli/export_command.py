@@ -130,14 +130,13 @@ def _as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:
     }
 
 
-_TASKS = ", ".join(("auto", *TASKS))
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES)]
 Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
 Target = Annotated[
     Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
     typer.Option(help="Runtime that will run the files (default: onnxruntime; torch with --to program)."),
 ]
-Task = Annotated[str, typer.Option(metavar="TASK", help=f"Task of the model, one of {_TASKS}.")]
+Task = Annotated[str, typer.Option(metavar="TASK", help=f"Task of the model, one of {', '.join(('auto', *TASKS))}.")]
 To = Annotated[Literal["onnx", "program"], typer.Option(help="Write ONNX files or torch.export programs.")]
 Dtype = Annotated[
     Literal["float32", "float16", "bfloat16"],

@@ -45,12 +45,9 @@ def import_module(name: str) -> Any:
     """Import a module, also from the current folder, as ``python -m`` does."""
     here = os.getcwd()
     sys.path.insert(0, here)
-
-    def failed(error: BaseException) -> UserError:
-        return UserError(f"the module {name} cannot be imported: {type(error).__name__}: {error}")
-
-    try:
-        with raised_as(failed):  # the module is the user's, and may raise anything
+    what = f"the module {name} cannot be imported"
+    try:  # the module is the user's, and may raise anything
+        with raised_as(lambda error: UserError(f"{what}: {type(error).__name__}: {error}")):
             return importlib.import_module(name)
     finally:
         if here in sys.path:
@@ -71,7 +68,6 @@ def object_of(name: str) -> Any:
 
 
 def call_of(returned: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]] | None:
-    """Return module, args and kwargs from a tuple (module, args, kwargs) or (module, kwargs); ``None`` otherwise."""
     if not isinstance(returned, tuple) or not returned or not isinstance(returned[0], torch.nn.Module):
         return None
     args = next((part for part in returned[1:] if isinstance(part, tuple)), ())
@@ -112,15 +108,12 @@ def check(
         with register_flattening_functions(patch_transformers="transformers" in sys.modules):
             found[name] = check_inputs(*call)
     if json:
-        say_json({name: [_as_dict(finding) for finding in findings] for name, findings in found.items()})
+        rows = {name: [dataclasses.asdict(finding) for finding in findings] for name, findings in found.items()}
+        say_json({name: [{key: row[key] for key in row if key != "kind"} for row in rows[name]] for name in rows})
     else:
         for name, findings in found.items():
             say(f"{name}: {findings}")
     return CHECK_FAILED if any(findings.errors for findings in found.values()) else 0
-
-
-def _as_dict(finding: Any) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(finding).items() if name != "kind"}
 
 
 def explain(

@@ -10,17 +10,6 @@ from .opaque import Unregistered, find_unregistered
 from .size_errors import Explanation
 
 __all__ = [
-    "Difference",
-    "Drawing",
-    "DrawingRow",
-    "Explanation",
-    "Finding",
-    "Findings",
-    "Unregistered",
-    "check_inputs",
-    "check_recipe",
-    "compare_specs",
-    "explain",
-    "explain_error",
-    "find_unregistered",
-]
+    "Difference", "Drawing", "DrawingRow", "Explanation", "Finding", "Findings", "Unregistered", "check_inputs",
+    "check_recipe", "compare_specs", "explain", "explain_error", "find_unregistered",
+]  # fmt: skip

@@ -176,12 +176,6 @@ def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[s
             yield Finding("warning", name, f"{name} is passed, but {forward} never reads it.")
 
 
-_TAKEN: tuple[type, ...] = (
-    *(int, float, complex, bool, str, bytes, type(None), type(...)),
-    *(torch.SymInt, torch.SymFloat, torch.SymBool, torch.ScriptObject),
-)
-
-
 def _classes(inputs: Mapping[str, Any], leaves: list[tuple[str, Any]]) -> Iterator[Finding]:
     explained = set()
     for name, value in inputs.items():
@@ -191,8 +185,11 @@ def _classes(inputs: Mapping[str, Any], leaves: list[tuple[str, Any]]) -> Iterat
                 message = str(unregistered).split("\n")[0]
                 yield Finding("error", unregistered.path, message, unregistered.remedy, NotRegisteredError)
     layouts = Layouts()
-    # register_flattening_functions replaces enum members by texts
-    taken = (torch.Tensor, *_TAKEN, *([enum.Enum] if EXPORT_HOOK.active else []))
+    taken: tuple[type, ...] = (
+        *(torch.Tensor, int, float, complex, bool, str, bytes, type(None), type(...)),
+        *(torch.SymInt, torch.SymFloat, torch.SymBool, torch.ScriptObject),
+        *([enum.Enum] if EXPORT_HOOK.active else []),  # register_flattening_functions replaces enum members by texts
+    )
     for path, leaf in leaves:
         if path in explained or issubclass(type(leaf), taken):
             continue

@@ -87,7 +87,6 @@ def compare_specs(
 
 
 def compare_spec_texts(first: str, second: str, names: tuple[str, str]) -> list[Difference] | None:
-    """Compare two specs that a torch error message contains as text; ``None`` if the texts cannot be parsed."""
     try:
         left, right = _parse(first), _parse(second)
     except (ValueError, IndexError):

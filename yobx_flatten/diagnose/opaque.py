@@ -116,9 +116,6 @@ def format_count(tensors: int) -> str:
     return f"{tensors} tensor{'' if tensors == 1 else 's'}"
 
 
-_CONTAINERS = (list, tuple, dict)
-
-
 @dataclasses.dataclass(slots=True)
 class _Holder:
     """An object inside a leaf, or the leaf itself, with the number and total bytes of its tensors."""
@@ -147,7 +144,7 @@ def _holders_in(leaf: object, layouts: Layouts, covers: Callable[[type], bool]) 
 
     def enter(path: str, obj: object) -> None:
         covered = bool(visiting) and visiting[-1].covers
-        is_own = not covered and type(obj) not in _CONTAINERS
+        is_own = not covered and type(obj) not in (list, tuple, dict)
         covered = covered or (is_own and covers(type(obj)))
         visiting.append(_Holder(path, obj, covered, iter(layouts(type(obj)).children(obj))))
         if is_own and get_node_type(obj) not in pytree.SUPPORTED_NODES:
@@ -190,8 +187,6 @@ CONVERSIONS = {
     **dict.fromkeys(("jax", "jaxlib", "tensorflow", "cupy"), "torch.from_dlpack({})"),
 }
 
-_CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
-
 
 def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Remedy:
     # path: the path of the object, for lines that convert the object
@@ -203,7 +198,8 @@ def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Rem
         return Remedy("Pass a tensor instead", convert.format(path))
     if issubclass(cls, torch.nn.Module):
         return Remedy("A module is not an input: make it a submodule of the one that uses it", "self.part = part")
-    if is_constant_class(cls) or issubclass(cls, _CONSTANTS):
+    constants = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
+    if is_constant_class(cls) or issubclass(cls, constants):
         name = "type" if issubclass(cls, type) else cls.__qualname__.rpartition("<locals>.")[2]
         return Remedy(
             "A program is exported for one value: keep the value in the module, or make it static data of its object",

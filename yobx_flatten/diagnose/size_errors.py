@@ -198,7 +198,6 @@ class Failure:
         return inputs_by_name(self.module, self.args, self.kwargs)
 
     def leaves(self, kind: type[T]) -> list[tuple[str, T]]:
-        """Return the leaves of the inputs that are of a class, with their paths."""
         leaves = [item for name, value in self.inputs().items() for item in torch_leaves(value, name)]
         return [(path, leaf) for path, leaf in leaves if isinstance(leaf, kind)]
 

@@ -52,7 +52,6 @@ def is_cache(value: object) -> bool:
 
 
 def tokens_in(cache: TransformersCache) -> int | None:
-    """Return the number of tokens that a cache has seen; ``None`` if the cache cannot report it."""
     # caches without attention raise various errors
     return result_or(lambda: int(cache.get_seq_length()), lambda error: None)
 
@@ -90,7 +89,7 @@ def cache_of(values: ModelOutput) -> TransformersCache:
 def forward_of(model: TransformersModel) -> Callable[..., Any]:
     """Return a model's ``forward``; for a PEFT model, which takes ``*args``, the ``forward`` of the wrapped model."""
     forward: Callable[..., Any] = model.forward
-    base = getattr(model, "get_base_model", None)  # PEFT's models take *args and **kwargs
+    base = getattr(model, "get_base_model", None)
     if argument_of(forward) is None and callable(base) and base() is not model:
         return forward_of(base())
     return forward
@@ -156,7 +155,6 @@ def _renamed(kwargs: Mapping[str, Any], wanted: str | None, known: Collection[st
 
 @functools.cache
 def installed_name() -> str:
-    """Return the name that the installed version of transformers gives to the KV cache in model outputs."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     fields = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}

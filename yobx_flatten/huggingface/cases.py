@@ -71,7 +71,6 @@ class DecodeSizes:
 
 
 def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any], cache_is: str) -> str | None:
-    """Return why :func:`decode_inputs` cannot make inputs of other sizes for a model; ``None`` if it can."""
     # cache_is: the name of the cache among the inputs; `""` without a cache
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         return f"{type(model).__qualname__} is not a transformers model"
@@ -254,11 +253,23 @@ def _new_inputs(
     past, new = slice(0, sizes.past), slice(sizes.past, None)
     prefill = {ids_name: tokens[:, past], "use_cache": True, **encoded}
     prefill |= {name: value[:, past] for name, value in of_tokens.items() if name in like}
-    filled = model(**prefill, **{cache_is: _fresh_cache(model, like.get(cache_is))})
+    # an empty cache of the same class as the example's; `None` if the model makes its empty cache itself
+    example: TransformersCache = like.get(cache_is)
+    kind, fresh = type(example).__name__, None
+    if kind == "QuantizedCache" and _is_fp8(example):
+        fresh = type(example)("fp8", model.config)
+    elif kind == "DynamicCache" and keeps_all(example) and slides(model.config.get_text_config(decoder=True)):
+        fresh = type(example)()
+    elif kind == "StaticCache":
+        from transformers.cache_utils import StaticCache
+
+        longest = max(getattr(layer, "max_cache_len", 0) for layer in example.layers)  # a dummy layer has no capacity
+        fresh = StaticCache(config=model.config, max_cache_len=longest)
+    filled = model(**prefill, **{cache_is: fresh})
     if source is None and cache_of(filled) is None:
         # generate() always passes a cache, and some models (Granite4Vision) do not make a cache themselves
-        empty = new_dynamic_cache(model.config.get_text_config(decoder=True))
-        filled = model(**prefill, **{cache_is: empty})
+        fresh = new_dynamic_cache(model.config.get_text_config(decoder=True))
+        filled = model(**prefill, **{cache_is: fresh})
     made |= {ids_name: tokens[:, new], cache_is: cache_of(filled)}
     return {**made, "position_ids": positions[:, new]} if source is None else made
 
@@ -304,21 +315,6 @@ def slides(config: TransformersConfig) -> bool:
 
 def keeps_all(cache: TransformersCache) -> bool:
     return all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers)
-
-
-def _fresh_cache(model: TransformersModel, example: TransformersCache) -> TransformersCache | None:
-    """Return an empty cache of the same class as the example's; ``None`` if the model makes its empty cache itself."""
-    kind = type(example).__name__
-    if kind == "QuantizedCache" and _is_fp8(example):
-        return type(example)("fp8", model.config)
-    if kind == "DynamicCache" and keeps_all(example) and slides(model.config.get_text_config(decoder=True)):
-        return type(example)()
-    if kind != "StaticCache":
-        return None
-    from transformers.cache_utils import StaticCache
-
-    longest = max(getattr(layer, "max_cache_len", 0) for layer in example.layers)  # a dummy layer has no capacity
-    return StaticCache(config=model.config, max_cache_len=longest)
 
 
 def _is_fp8(cache: TransformersCache) -> bool:

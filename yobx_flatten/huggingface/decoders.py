@@ -43,7 +43,6 @@ def counts_by_itself(cache: TransformersCache) -> bool:
 
 
 def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any], cache_is: str) -> str | None:
-    """Return why :class:`SlidingDecoder` cannot wrap a model; ``None`` if it can wrap the model."""
     fed, takes = (*_FED, cache_is), inspect.signature(model.forward).parameters
     lacking = [name if name in _FED else "cache" for name in fed if name not in takes]
     if lacking:
@@ -187,7 +186,6 @@ class StateDecoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: torch.nn.Module) -> bool:
-        """Return whether the cache of a model has only recurrent states, and its ``forward`` accepts a mask."""
         from transformers.cache_utils import Cache
 
         takes = inspect.signature(model.forward).parameters

@@ -17,7 +17,7 @@ from .caches import functions as caches
 from .caches.functions import axes_of_leaf, label_of_leaf, layers_of, new_cache, with_keys
 from .caches.known_state import read_known_state, read_template
 from .caches.layers import PLACEHOLDERS
-from .caches.layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_attributes, unflatten_layers
+from .caches.layouts import flatten_layers, is_leaf_name, rebuild_by_attributes, rebuild_plan, unflatten_layers
 from .caches.state import StateBuilder, follow_state, leaf_paths
 from .outputs import REMEDY, ModelClasses, classes_of, output_recipes, output_recipes_of_module, subclasses_of
 
@@ -75,7 +75,8 @@ def _cache_functions(cls: type) -> tuple[Flatten, Unflatten]:
         split = next((index for index, name in enumerate(context) if name.startswith(_OWN)), len(context))
         names = context[:split]
         count = sum(map(is_leaf_name, names))
-        cache = new_cache(cls, unflatten_layers(leaves[:count], names), grows=plain and holds_full_only(names))
+        layers = unflatten_layers(leaves[:count], names)
+        cache = new_cache(cls, layers, grows=plain and rebuild_plan(names).full_only)
         if split < len(context):
             builder = _builder_of(context[split])
             held, _, real = builder.build(iter(leaves[count:]), 0)

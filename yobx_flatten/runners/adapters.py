@@ -27,7 +27,6 @@ def adapter_names(folder: pathlib.Path) -> list[str]:
 
 
 def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, torch.Tensor]:
-    """Read the matrices of a LoRA adapter, by input name, and check that the exported files accept the matrices."""
     # rooms: the optional inputs for LoRA matrices that the files of the folder have, by name
     require("safetensors", purpose="an adapter")
     found = read_tensors(path, failure=DamagedFileError)
@@ -36,7 +35,6 @@ def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, tor
 
 
 def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port], where: str) -> None:
-    """Raise an error if LoRA matrices do not fit inputs of the exported files (name, shape, dtype), or each other."""
     for name, matrix in found.items():
         port = rooms.get(name)
         if port is None:

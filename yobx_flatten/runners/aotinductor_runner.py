@@ -62,7 +62,6 @@ def is_package(path: pathlib.Path) -> bool:
 
 
 def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]) -> AOTInductorRunner:
-    """Open an AOTInductor package, or refuse it if the caller does not trust the machine code that it contains."""
     # failure: class of the error if the file is missing, or torch cannot load the file
     if not path.is_file():
         raise failure(f"There is no file {path}.")

@@ -62,9 +62,6 @@ def new_tokens(feeds: Mapping[str, torch.Tensor]) -> int:
     return int(feeds["input_ids" if "input_ids" in feeds else "inputs_embeds"].shape[1])
 
 
-_LEAST = 256  # tokens
-
-
 class TensorBuffers(InPlaceCache):
     """A KV cache in buffers of shape (rows, heads, capacity, size), by input name, which a file updates in place."""
 
@@ -74,7 +71,7 @@ class TensorBuffers(InPlaceCache):
         self,
         values: Mapping[str, torch.Tensor],
         presents: Mapping[str, str],
-        room: Callable[[int], int] = lambda total: max(2 * total, _LEAST),
+        room: Callable[[int], int] = lambda total: max(2 * total, 256),
     ) -> None:
         super().__init__(values, presents)
         self._room = room
@@ -190,11 +187,8 @@ class CheckedRunner:
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         tensors = self.signature.bind(inputs, ReplayError, self.name)
-
-        def failed(error: BaseException) -> ReplayError:
-            return ReplayError(f"{self.runtime} fails on the inputs of the case: {self._reason(error)}")
-
-        with raised_as(failed):  # the libraries have no common class of errors
+        failed = f"{self.runtime} fails on the inputs of the case"
+        with raised_as(lambda e: ReplayError(f"{failed}: {self._reason(e)}")):  # libraries raise errors of any class
             if not self.in_place:
                 return dict(zip(self.outputs, self._call(tensors), strict=True))
             bound = dict(zip(self.ports, tensors, strict=True))

@@ -68,7 +68,6 @@ class OnnxRunner:
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
 
     def with_adapter(self, matrices: Mapping[str, torch.Tensor]) -> Self:
-        """Return a runner of the same file with a LoRA adapter, whose matrices are passed to inputs of the file."""
         found = copy.copy(self)
         found._adapter = {
             name: to_value(name, kind, matrices[name]) for name, kind in self._room_kinds.items() if name in matrices

@@ -101,7 +101,6 @@ def open_session(
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     failure: type[FlattenError] = ReplayError,
 ) -> Any:
-    """Open an onnxruntime session for an ONNX file, or for the bytes of an ONNX file."""
     # caller: the function that the user called, for the message if onnxruntime is missing
     # failure: class of the error if the file is missing, or onnxruntime cannot load the file
     # options: an `onnxruntime.SessionOptions`; by default a result of `session_options`

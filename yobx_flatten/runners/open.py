@@ -32,7 +32,6 @@ def check_runtime(runtime: str | None) -> None:
 
 
 def runtime_of(path: pathlib.Path) -> str:
-    """Return the name of the runtime for a file, by the suffix of the file and, for ``.pt2``, by its contents."""
     if path.suffix == ".pt2" and is_package(path):
         return "aotinductor"
     found = next((runtime for runtime, suffixes in RUNTIMES.items() if suffixes[0] == path.suffix), None)

@@ -29,12 +29,8 @@ _TYPES |= {f"f{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)}
 _TYPES |= {f"i{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)}
 
 
-def import_openvino() -> Any:
-    return import_unreported("openvino")
-
-
-def import_unreported(name: str) -> Any:
-    """Import OpenVINO or NNCF with its telemetry disabled."""
+def import_openvino(name: str = "openvino") -> Any:
+    """Import OpenVINO, or its library ``nncf``, with the telemetry disabled."""
     # The telemetry sends an event over the network from a forked process at import, and a fork of a process with
     # threads (of torch, of JAX) may hang. The libraries send nothing if this package is not installed.
     sender = "openvino_telemetry"

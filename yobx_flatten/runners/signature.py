@@ -85,7 +85,6 @@ class Signature:
         return found
 
     def check_sizes(self, shapes: Mapping[str, tuple[int, ...]], failure: type[FlattenError], where: str) -> None:
-        """Raise an error if the shapes of the inputs do not fit the signature of the file, or do not fit each other."""
         for name, _, sizes in self.inputs:
             if len(sizes) != len(shapes[name]):
                 raise failure(f"{where} takes {name} with {len(sizes)} axes, found the shape {shapes[name]}.")

@@ -196,7 +196,6 @@ _ATTACHED = "_dynamic_spec"
 
 
 def spec_classes() -> types.ModuleType | None:
-    """Return the module ``torch.fx.experimental.dynamic_spec``; ``None`` if it is not imported or incomplete."""
     module = sys.modules.get("torch.fx.experimental.dynamic_spec")
     return module if all(hasattr(module, name) for name in _CLASSES) else None
 

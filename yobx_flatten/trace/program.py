@@ -1,7 +1,4 @@
-"""Read the inputs of exported programs, check classes and constants at each call, and load programs faster.
-
-A call with an unregistered class, or with an input that differs from a constant in the program, raises an error.
-"""
+"""Read the inputs of exported programs, check classes and constants at each call, and load programs faster."""
 
 from __future__ import annotations
 
@@ -364,7 +361,6 @@ def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collecti
 
 
 def _names_of_classes(schema: object) -> Iterator[str]:
-    """Yield the serialized type names of the classes in a stored tree spec."""
     if isinstance(schema, Mapping):
         if isinstance(schema.get("type"), str):
             yield schema["type"]

@@ -1,7 +1,4 @@
-"""Find the call of a model (such as a prefill) that a file from another exporter implements, and run the file.
-
-Inputs and outputs of the file are matched with inputs and outputs of the model by exporters' naming conventions.
-"""
+"""Find the call of a model (such as a prefill) that a file from another exporter implements, and run the file."""
 
 # file                                               leaf of the call
 # past_key_values.0.key   (optimum, genai)           past_key_values.0.key
@@ -49,8 +46,6 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 class Place(NamedTuple):
-    """Position of a tensor in a KV cache."""
-
     layer: int
     side: str  # `"decoder"` or `"encoder"`
     kind: str  # `"key"` or `"value"`
@@ -141,7 +136,6 @@ class Call:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the inputs of the call include a KV cache."""
         return any(place_of(name) for name in self.leaves)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import first_line, raised_as
-from ...runners.openvino_runner import BEAMS, FLOAT32, import_openvino, import_unreported, last_line, read_model
+from ...runners.openvino_runner import BEAMS, FLOAT32, import_openvino, last_line, read_model
 from ...runners.signature import KEY
 from ..example import Example
 from ..flat_program import quietly, signature_of
@@ -254,7 +254,7 @@ def quantize(path: pathlib.Path, quantization: Quantization, report: ExportRepor
         )
 
     # NNCF sends no telemetry and prints nothing
-    made_loggers, nncf = logging.getLoggerClass(), import_unreported("nncf")
+    made_loggers, nncf = logging.getLoggerClass(), import_openvino("nncf")
     console: Any = importlib.import_module("rich").get_console()
     before, console.quiet = console.quiet, True
     try:

@@ -19,7 +19,7 @@ from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
 from ...private_names.of_torch import MappingKey
 from ...recipe.aliases import CacheLayer, TransformersCache
 from .layers import kind_of, letter_of
-from .layouts import flatten_layers, holds_full_only, is_leaf_name, unflatten_layers
+from .layouts import flatten_layers, is_leaf_name, rebuild_plan, unflatten_layers
 
 
 def flatten_dynamic_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
@@ -75,7 +75,7 @@ def unflatten_dynamic_cache(
     from transformers.cache_utils import DynamicCache
 
     layers, names = _layers(values, context)
-    return new_cache(DynamicCache, layers, grows=holds_full_only(names))
+    return new_cache(DynamicCache, layers, grows=rebuild_plan(names).full_only)
 
 
 def flatten_static_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
@@ -229,9 +229,6 @@ _AXES: dict[str, dict[int, str]] = {
     "entry_count": {},  # 0-d tensors vary without an axis
 }
 
-# The letters of layers whose tensors have their full length from the start.
-_STATIC = {"S", "X", "J", "LS", "LX"}
-
 
 def axes_of_leaf(name: str) -> dict[int, str] | None:
     """Return the dynamic axes of the cache tensor with a leaf name; ``None`` for an unknown leaf name.
@@ -244,7 +241,7 @@ def axes_of_leaf(name: str) -> dict[int, str] | None:
     axes = _AXES.get(path.split(".")[0])
     if axes is None:
         return None if "." in path or code else {}
-    static = letter_of(code) in _STATIC
+    static = letter_of(code) in {"S", "X", "J", "LS", "LX"}  # tensors have their full length from the start
     return {axis: meaning for axis, meaning in axes.items() if meaning == "batch" or not static}
 
 
@@ -270,7 +267,6 @@ def label_of_cache(name: str, below: str) -> str:
 
 
 def layers_of(cache: TransformersCache) -> list[CacheLayer]:
-    """Return the layers of a cache; raise an error if the cache cannot be rebuilt from its layers."""
     if not hasattr(cache, "layers"):
         raise CacheStructureError(
             f"Expected a cache with layers, found {describe_class(cache)}. Pass the cache that a model returned, or "
@@ -290,7 +286,6 @@ def with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any]
 
 
 def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
-    """Make a cache of class ``cls`` from layers, without running its constructor."""
     # grows: whether the cache adds missing layers. A `DynamicCache` of full layers may be created empty and grow by one
     # layer per model layer; a cache made from a configuration has all layers. A program accepts both.
     from transformers.cache_utils import DynamicLayer

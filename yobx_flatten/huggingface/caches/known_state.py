@@ -57,11 +57,11 @@ class KnownState:
         self.code, self.names = "", list[str]()  # the entry of a cache with this layer in this place
         self._attributes = list(held)
         counter = itertools.count()
-        level = [_part_of(held[name], template.get(name, _ANY), counter) for name in held]
+        level = [_part_of(held[name], template.get(name, ["length"]), counter) for name in held]
         self._levels: list[tuple[list[type], list[tuple[int, bool]]]] = []
         flat: list[_Part] = []
         while level:
-            inner = [(place, _is_mapping(part.value)) for place, part in enumerate(level) if part.is_container]
+            inner = [(i, type(one.value) not in (list, tuple)) for i, one in enumerate(level) if one.is_container]
             self._levels.append(([type(part.value) for part in level], inner))
             flat += level
             level = [one for part in level for one in part.below]
@@ -72,7 +72,7 @@ class KnownState:
         self._plain = _getter(places["plain"])
         self._values = self._plain([part.value for part in flat])
         self._same = [(place, flat[place].leaf) for place in places["same"]]
-        self._dumped = [(place, _dumped(flat[place].value)) for place in places["dumped"]]
+        self._dumped = [(place, json.dumps(dump_static(flat[place].value))) for place in places["dumped"]]
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._tensors = None if len(tensors) == len(leaves) else tensors  # `None`: all
         follows = any(isinstance(held[name], (torch.dtype, torch.device)) for name in template)
@@ -114,7 +114,7 @@ class KnownState:
             if (leaves[index].dim() > 1) is not fits:
                 return None
         for place, text in self._dumped:
-            if _dumped(flat[place]) != text:
+            if json.dumps(dump_static(flat[place])) != text:
                 return None
         return leaves
 
@@ -127,9 +127,6 @@ class _Part(NamedTuple):
     leaf: int = 0  # the number of the leaf
     below: tuple[_Part, ...] = ()
     is_container: bool = False
-
-
-_ANY: list[Any] = ["length"]
 
 
 def _part_of(value: Any, entry: list[Any], counter: Iterator[int]) -> _Part:
@@ -147,7 +144,7 @@ def _part_of(value: Any, entry: list[Any], counter: Iterator[int]) -> _Part:
         return _Part(value, "dumped")
     keys: Iterable[Any] = ()
     values: Collection[Any] = value
-    if _is_mapping(value):
+    if type(value) not in (list, tuple):
         entries = value if type(value) is dict else vars(value)
         keys, values = entries.keys(), entries.values()
     inner: Iterable[list[Any]] = [["fixed"]] * len(values)
@@ -156,14 +153,6 @@ def _part_of(value: Any, entry: list[Any], counter: Iterator[int]) -> _Part:
     below = [_Part(len(values), "plain"), *(_part_of(key, ["fixed"], counter) for key in keys)]
     below += [_part_of(one, stated, counter) for one, stated in zip(values, inner, strict=True)]
     return _Part(value, "any", 0, tuple(below), is_container=True)
-
-
-def _is_mapping(value: object) -> bool:
-    return type(value) not in (list, tuple)
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(dump_static(value))
 
 
 def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:

@@ -81,11 +81,6 @@ class LayerKind:
     has_position: bool  # a static layer counts in a tensor (transformers >= 5.10 or so)
 
     @property
-    def is_static(self) -> bool:
-        """Whether keys and values of this layer class have full length from the start, as in a ``StaticCache``."""
-        return self.letter in "SX"
-
-    @property
     def counter(self) -> str | None:
         """The attribute in which a sliding layer counts the tokens that it has seen; ``None`` for other layers."""
         if self.letter == "X" and self.has_position:
@@ -133,7 +128,7 @@ class LayerKind:
             template["sliding_window"] = ["fixed", int(parameter.rstrip("r"))]
             if self.has_recording:
                 template["record_past"] = ["fixed", parameter.endswith("r")]
-        elif self.is_static:
+        elif self.letter in "SX":  # keys and values have full length from the start, as in a `StaticCache`
             template["max_cache_len"] = ["fixed", int(parameter.rstrip("c"))]
             if self.has_cropping:
                 template["_is_croppable"] = ["fixed", parameter.endswith("c")]

@@ -86,7 +86,7 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
 
 def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
     values = values if isinstance(values, (list, tuple)) else list(values)
-    plan = _plan(names)
+    plan = rebuild_plan(names)
     if len(values) != plan.leaf_count:
         raise SpecMismatchError(
             f"A cache with the leaves {names} was given {len(values)} values instead of {plan.leaf_count}."
@@ -112,10 +112,6 @@ def hold_length_leaf(layers: list[Any]) -> None:
         held = vars(layer)
         if held.get("keys") is not None:
             held.update(dict.fromkeys((name for name in LENGTHS if type(held.get(name)) is int), values[-1]))
-
-
-def holds_full_only(names: list[str]) -> bool:
-    return _plan(names).full_only
 
 
 # -- flatten ---------------------------------------------------------------------------------------------------------
@@ -178,11 +174,9 @@ def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: li
 
 def _names_of_state(cls: type, code: str, index: int, text: str, paths: list[str]) -> list[str]:
     # the first name describes the layer; it is not the name of a leaf
-    parts = [f"{_PARTS.get(path, path)}_{code}_{index}" for path in paths]
-    return [f"layer_{index}={cls.__module__}:{cls.__qualname__}={text}", *parts]
-
-
-_PARTS = {"keys": "key", "values": "value", "cumulative_length": "position"}
+    parts = {"keys": "key", "values": "value", "cumulative_length": "position"}
+    leaf_names = [f"{parts.get(path, path)}_{code}_{index}" for path in paths]
+    return [f"layer_{index}={cls.__module__}:{cls.__qualname__}={text}", *leaf_names]
 
 
 @functools.cache
@@ -208,20 +202,19 @@ class _Plan(NamedTuple):
     counts_itself: bool  # whether the last leaf is the number of tokens seen
     counter: int | None  # otherwise the leaf with the keys of a full layer, which contain every token
     rebuilds: list[Callable[[Iterator[Any], Any], CacheLayer]]  # functions of the leaves and the length
-    full_only: bool
+    full_only: bool  # whether all layers are a `DynamicLayer`
 
 
-_RECENT: list[tuple[list[str], _Plan]] = []
-_KEPT_PLANS = 8
+_RECENT: list[tuple[list[str], _Plan]] = []  # at most eight plans, the newest first
 
 
-def _plan(names: list[str]) -> _Plan:
+def rebuild_plan(names: list[str]) -> _Plan:
     # names mostly equal those of the last call, and a comparison is faster than a hash
     for known, plan in _RECENT:
         if known == names:
             return plan
     plan = _make_plan(tuple(names))
-    _RECENT[:] = [(list(names), plan), *_RECENT[: _KEPT_PLANS - 1]]
+    _RECENT[:] = [(list(names), plan), *_RECENT[:7]]
     return plan
 
 

@@ -152,22 +152,18 @@ def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) ->
 
 def leaf_paths(template: Template) -> list[str]:
     """Return the names of a cache layer's leaves, such as ``keys`` and ``conv_states.0``, in their order."""
-    return [path for path, _ in _leaves_of(template)]
+    return [path for path, _ in _leaves_of(template.items())]
 
 
 def lengths_of(template: Template) -> list[str]:
     return [name for name, entry in template.items() if entry == ["length"]]
 
 
-def _leaves_of(template: Template) -> Iterator[tuple[str, str]]:
-    def walk(entry: list[Any], path: str) -> Iterator[tuple[str, str]]:
+def _leaves_of(entries: Iterable[tuple[Any, list[Any]]], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, entry in entries:
         if entry and entry[0] in ("tensor", "number"):
-            yield path, entry[0]
-        for key, below in _parts(entry):
-            yield from walk(below, f"{path}.{key}")
-
-    for name, entry in template.items():
-        yield from walk(entry, name)
+            yield f"{prefix}{key}", entry[0]
+        yield from _leaves_of(_parts(entry), f"{prefix}{key}.")
 
 
 def _parts(entry: list[Any]) -> Iterable[tuple[Any, list[Any]]]:
@@ -200,7 +196,7 @@ class StateBuilder:
     def __init__(self, template: Template) -> None:
         self.template = template
         types = {"tensor": torch.Tensor, "number": (int, torch.SymInt)}
-        self.leaf_types: list[Any] = [types[kind] for _, kind in _leaves_of(template)]  # for `isinstance`
+        self.leaf_types: list[Any] = [types[kind] for _, kind in _leaves_of(template.items())]  # for `isinstance`
         self._plain: dict[str, Any] = dict.fromkeys(template)  # each name at its position
         self._leaves: list[tuple[str, int]] = []
         self._made: list[tuple[str, _Make]] = []
@@ -267,12 +263,9 @@ def _maker(entry: list[Any], counter: Iterator[int]) -> _Make:
 
         return make_object
     value = load_static(entry[1])
-    if type(value) is dict and all(type(one) in _UNCHANGING for one in value.values()):
+    if type(value) is dict and all(type(one) in (bool, int, float, str, type(None)) for one in value.values()):
         return lambda used, length: value.copy()
     return lambda used, length: load_static(entry[1])
-
-
-_UNCHANGING = frozenset({bool, int, float, str, type(None)})
 
 
 def layer_class(name: object) -> type:
@@ -292,7 +285,6 @@ def layer_class(name: object) -> type:
 
 
 def part_class(name: object) -> type:
-    """Return the class called ``name``; raise an error unless it belongs to transformers caches or Quanto."""
     found = _class_named(name)
     module, _, qualified = str(name).partition(":")
     if found is None or not _names_a_part(module, qualified):

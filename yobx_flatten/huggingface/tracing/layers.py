@@ -1,7 +1,4 @@
-"""Trace methods of transformers cache layers as one graph that serves every number of tokens.
-
-The methods compute the same keys, values and mask sizes as the originals, without a branch on the tokens seen.
-"""
+"""Trace methods of cache layers as one graph for every number of tokens, without a branch on the tokens seen."""
 
 # - In a sliding layer that has `kept` keys after `seen` tokens, the attention of `new` tokens covers `kept + new` keys
 #   from position `seen - kept`. The layer then keeps the last `window - 1` keys, or all keys if there are fewer.

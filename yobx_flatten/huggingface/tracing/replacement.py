@@ -40,9 +40,15 @@ def replacement(make: Make) -> Make:
         version = make(original)
         if version is original:
             return original
-        reason = misfit(version, original)
-        if reason is None:
+        own = {_CACHE if name == argument_of(original) else name for name in _named(original)}
+        takes = inspect.signature(version).parameters
+        reads = {name for name in _named(version) if name != "again"}
+        hands_on = "again" in takes and any(one.kind is one.VAR_KEYWORD for one in takes.values())
+        lacking = ", ".join(sorted(name for name in reads - own if takes[name].default is inspect.Parameter.empty))
+        unknown = "" if hands_on else ", ".join(sorted(own - reads))
+        if not lacking and not unknown:
             return _called_as(version, original)
+        reason = f"it takes no {lacking}" if lacking else f"it takes {unknown}, whose meaning is not known here"
         name = f"{original.__module__}.{original.__qualname__}"
         if name not in _warned:  # once per process for each function
             _warned.add(name)
@@ -59,26 +65,12 @@ def replacement(make: Make) -> Make:
 
 
 def always(version: Function) -> Make:
-    """Return a function that returns the replacement ``version`` for every function that is passed to it."""
     return lambda original: version
 
 
 def traceable(version: Function) -> Make:
     """Decorate a replacement; return a function that gives it the signature of the function to replace."""
     return replacement(always(version))
-
-
-def misfit(version: Function, original: Function) -> str | None:
-    """Return why a traceable version cannot replace an original function; ``None`` if it can."""
-    own = {_CACHE if name == argument_of(original) else name for name in _named(original)}
-    takes = inspect.signature(version).parameters
-    reads = {name for name in _named(version) if name != "again"}
-    hands_on = "again" in takes and any(one.kind is one.VAR_KEYWORD for one in takes.values())
-    lacking = sorted(name for name in reads - own if takes[name].default is inspect.Parameter.empty)
-    unknown = [] if hands_on else sorted(own - reads)
-    if lacking:
-        return f"it takes no {', '.join(lacking)}"
-    return f"it takes {', '.join(unknown)}, whose meaning is not known here" if unknown else None
 
 
 def _named(function: Function) -> list[str]:

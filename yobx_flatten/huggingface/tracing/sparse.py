@@ -230,7 +230,8 @@ def _whole_windows(again: Function, self: Any, global_attention_mask: Tensor | N
     window = window if isinstance(window, int) else max(window)
     place = torch.arange((length + window - 1) // window * window, device=tokens.device)
     inside, changes = place < length, {}
-    for name in ("input_ids", "inputs_embeds", *_ROWS):
+    others_by_token = ("attention_mask", "global_attention_mask", "position_ids", "token_type_ids")
+    for name in ("input_ids", "inputs_embeds", *others_by_token):
         if (row := rows.get(name)) is not None:
             torch._check(row.shape[1] == length, lambda name=name: f"{name} and the tokens differ in length")
             row = row.index_select(1, place.clamp(max=length - 1))
@@ -246,9 +247,6 @@ def _whole_windows(again: Function, self: Any, global_attention_mask: Tensor | N
         return (cut, *outputs[1:])
     outputs["last_hidden_state"] = cut
     return outputs
-
-
-_ROWS = ("attention_mask", "global_attention_mask", "position_ids", "token_type_ids")
 
 
 @traceable

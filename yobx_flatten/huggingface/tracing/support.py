@@ -66,7 +66,6 @@ class TransformersTracing(TraceSupport):
                     patch.acquire()
 
     def release(self) -> None:
-        """Restore transformers' registrations of output classes when the last ``with`` block or trace ends."""
         with LOCK:
             self._open -= 1
             if self._open == 0:
@@ -81,7 +80,6 @@ class TransformersTracing(TraceSupport):
         return named_as(names, kwargs)
 
     def prepare(self, tree: PyTree) -> PyTree:
-        """Return inputs in which all tensors of KV caches are contiguous."""
         # A layer that has seen more tokens than its window keeps a slice. The strides of the slice would add a guard,
         # which refuses contiguous tensors. Layers that compress their keys get sizes that a trace does not fix.
         from transformers.cache_utils import Cache
@@ -106,7 +104,15 @@ class TransformersTracing(TraceSupport):
     def traceable(self) -> Iterator[None]:
         import transformers.cache_utils as cache_utils
 
-        replacements = list(_replacements())  # this may import
+        replacements: list[Replacement] = [*layer_replacements(), *mask_replacements()]  # these may import
+        sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
+        if sdpa is not None and "use_gqa_in_sdpa" in vars(sdpa):
+            # attention is one operator, with as many key heads as the cache has
+            replacements.append((sdpa, "use_gqa_in_sdpa", always(lambda *args, **kwargs: True)))
+        replacements += model_replacements()
+        replacements += ((cls, "forward", _by_length) for cls in _CLASSES())
+        # last: for the same function, this package's replacement takes precedence
+        replacements += upstream_replacements()
         patches = []
         with LOCK:
             for target, name, make in replacements:
@@ -140,19 +146,6 @@ def _translated(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
         from ...private_names.of_transformers import onnx_translations
     return onnx_translations[operator](*args, **kwargs)
-
-
-def _replacements() -> Iterator[Replacement]:
-    yield from layer_replacements()
-    yield from mask_replacements()
-    sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
-    if sdpa is not None and "use_gqa_in_sdpa" in vars(sdpa):
-        # attention is one operator, with as many key heads as the cache has
-        yield sdpa, "use_gqa_in_sdpa", always(lambda *args, **kwargs: True)
-    yield from model_replacements()
-    for cls in _CLASSES():
-        yield cls, "forward", _by_length
-    yield from upstream_replacements()  # last: for the same function, this package's replacement takes precedence
 
 
 TRANSFORMERS_TRACING = TransformersTracing()
@@ -313,7 +306,6 @@ _MODULE = "transformers.exporters.exporter_dynamo"
 
 
 def upstream_replacements() -> Iterator[Replacement]:
-    """Yield owner, attribute name and replacement of each function of a model that transformers' exporters patch."""
     if _modules_named() & sys.modules.keys():
         for owner, name, make in _patches():
             target: Any = owner

@@ -13,7 +13,7 @@ from ..errors import FlattenError, InvalidArgumentError, describe_class
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree, TransformersCache, TransformersConfig, TransformersModel
 from .cache_names import argument_of, cache_of, forward_of, installed_name, name_in, named_for
-from .decoders import has_states_alone, new_dynamic_cache, switch_of
+from .decoders import has_states_alone, switch_of
 from .layer_weights import device_of_inputs
 
 # inputs that decode_inputs can make, without the cache
@@ -268,7 +268,7 @@ def _new_inputs(
     filled = model(**prefill, **{cache_is: fresh})
     if source is None and cache_of(filled) is None:
         # generate() always passes a cache, and some models (Granite4Vision) do not make a cache themselves
-        fresh = new_dynamic_cache(model.config.get_text_config(decoder=True))
+        fresh = _new_dynamic_cache(model.config.get_text_config(decoder=True))
         filled = model(**prefill, **{cache_is: fresh})
     made |= {ids_name: tokens[:, new], cache_is: cache_of(filled)}
     return {**made, "position_ids": positions[:, new]} if source is None else made
@@ -309,8 +309,14 @@ def _encoder_reads_tokens(model: TransformersModel) -> bool:
     return get_encoder is None or "input_ids" in inspect.signature(get_encoder().forward).parameters
 
 
+def _new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
+    from transformers.cache_utils import DynamicCache
+
+    return DynamicCache(config=config)
+
+
 def slides(config: TransformersConfig) -> bool:
-    return any(getattr(layer, "is_sliding", False) for layer in new_dynamic_cache(config).layers)
+    return any(getattr(layer, "is_sliding", False) for layer in _new_dynamic_cache(config).layers)
 
 
 def keeps_all(cache: TransformersCache) -> bool:

@@ -17,14 +17,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from ..recipe.aliases import (
-    CacheLayer,
-    DynamicShapes,
-    PlainCache,
-    TransformersCache,
-    TransformersConfig,
-    TransformersModel,
-)
+from ..recipe.aliases import CacheLayer, DynamicShapes, PlainCache, TransformersCache, TransformersModel
 from .builders import make_dynamic_cache
 from .cache_names import CACHE, PRESENT, argument_of, cache_of, forward_of, installed_name, name_in
 from .caches.layers import code_of
@@ -154,12 +147,6 @@ def pair_of(layer: CacheLayer) -> dict[str, torch.Tensor]:
     return {"key": layer.keys, "value": layer.values}
 
 
-def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
-    from transformers.cache_utils import DynamicCache
-
-    return DynamicCache(config=config)
-
-
 def has_states_alone(model: TransformersModel) -> bool:
     """Return whether the cache of a model contains only recurrent states, and no keys and values."""
     name = argument_of(forward_of(model))
@@ -171,7 +158,9 @@ def has_states_alone(model: TransformersModel) -> bool:
     caches = [cls for cls in classes if cls.__name__.endswith("Cache")]
     if caches and not any(hasattr(cls, "get_seq_length") for cls in caches):
         return True
-    layers = new_dynamic_cache(model.config.get_text_config(decoder=True)).layers
+    from transformers.cache_utils import DynamicCache
+
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return bool(layers) and all(hasattr(one, "recurrent_states") and not hasattr(one, "keys") for one in layers)
 
 

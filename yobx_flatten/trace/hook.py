@@ -23,19 +23,9 @@ from ..errors.failures import result_or
 from ..private_names.of_torch import fx_config, pytree, spec_protocols
 from ..recipe.aliases import DynamicShapes, PyTree
 from ..registry.patches import LOCK, AttributePatch, ImportedPatch, TracePatch, tracing_here
+from . import program as programs
 from .adapted_shapes import adapted_shapes, refuse_specs_of_keys
 from .onnx_operators import TRANSLATIONS, filled_registry, remembering_decompositions
-from .program import (
-    called_contiguous,
-    enums_as_texts,
-    importing_classes,
-    members_in_forward,
-    remembering,
-    remembering_expressions,
-    remembering_hints,
-    remembering_strides,
-    without_needless_assertions,
-)
 from .trace_settings import FEW_TENSORS, OPEN, PLAIN_ATTENTION, TraceSupport, fake_tensor_cache_off, open_supports
 
 
@@ -99,19 +89,21 @@ class ExportHook:
             ("torch.export._trace", None, "_export", self._wrapped),
             (f"{onnx}.exporter._decomp", None, "create_onnx_friendly_decomposition_table", remembering_decompositions),
             (f"{onnx}.fx.passes.type_promotion", "_TypePromotionInterpreter", "run_node", without_running),
-            ("torch._inductor.compile_fx", None, "_aoti_flatten_inputs", remembering_strides),
-            ("torch.export.pt2_archive._package", "AOTICompiledModel", "__call__", called_contiguous),
-            (loader, None, "typing", remembering_hints),
-            (loader, "GraphModuleDeserializer", "_parse_sym_expr", remembering_expressions),
+            ("torch._inductor.compile_fx", None, "_aoti_flatten_inputs", programs.remembering_strides),
+            ("torch.export.pt2_archive._package", "AOTICompiledModel", "__call__", programs.called_contiguous),
+            (loader, None, "typing", programs.remembering_hints),
+            (loader, "GraphModuleDeserializer", "_parse_sym_expr", programs.remembering_expressions),
         ]
         self._on_import = [ImportedPatch(module, _wrapping(owner, name, make)) for module, owner, name, make in wrapped]
         self._on_import.append(ImportedPatch(f"{onnx}.exporter._registration", self._translations_patch))
         self._at_once: list[AttributePatch | TracePatch] = [
-            AttributePatch(ExportedProgram, "__init__", remembering(ExportedProgram.__init__)),
+            AttributePatch(ExportedProgram, "__init__", programs.remembering(ExportedProgram.__init__)),
             TracePatch(torch.nn.TransformerEncoder, "forward", with_zeros_at_padding),
         ]
         for number, protocol in spec_protocols.items():
-            reader = importing_classes(protocol.json_to_treespec, lambda: {one.modules for one in open_supports()})
+            reader = programs.importing_classes(
+                protocol.json_to_treespec, lambda: {one.modules for one in open_supports()}
+            )
             self._at_once.append(AttributePatch(spec_protocols, number, protocol._replace(json_to_treespec=reader)))
 
     @property
@@ -187,7 +179,7 @@ class ExportHook:
                         dynamic_shapes = support.named_for(mod.forward, dynamic_shapes)
                 check_nested_kwargs(original, mod, kwargs, dynamic_shapes)
                 refuse_specs_of_keys(mod, args, kwargs, dynamic_shapes)
-            args, kwargs, members = enums_as_texts(args, kwargs)
+            args, kwargs, members = programs.enums_as_texts(args, kwargs)
             dynamic_shapes = adapted_shapes(mod, args, kwargs, dynamic_shapes)
             args, kwargs = _with_own_memory((args, kwargs))
             with contextlib.ExitStack() as stack:
@@ -199,11 +191,11 @@ class ExportHook:
                     stack.enter_context(fake_tensor_cache_off())
                 stack.enter_context(PLAIN_ATTENTION)
                 if isinstance(mod, torch.nn.Module):
-                    stack.enter_context(members_in_forward(mod, list(kwargs or {}), members))
+                    stack.enter_context(programs.members_in_forward(mod, list(kwargs or {}), members))
                 for support in supports:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
                     stack.enter_context(support.traceable())
-                program: Any = without_needless_assertions(
+                program: Any = programs.without_needless_assertions(
                     original(mod, args, kwargs, dynamic_shapes, *more, **options)
                 )
                 program.enum_members = members  # in this process only: a stored program contains their texts

@@ -179,13 +179,6 @@ def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Te
     return tensors.get(device)
 
 
-@functools.cache
-def makes_window_tensor(cls: type) -> bool:
-    """Return whether new layers of a class have a ``_sliding_window_tensor``, as in transformers 5.0 and later."""
-    makers = [inspect.unwrap(vars(base)["__init__"]) for base in cls.__mro__ if "__init__" in vars(base)]
-    return any("_sliding_window_tensor" in one.__code__.co_names for one in makers if hasattr(one, "__code__"))
-
-
 def kind_of(cls: Any) -> LayerKind | None:
     """Return the ``LayerKind`` of a cache layer class; ``None`` for a class that is flattened by its attributes."""
     if cls in _KINDS:

@@ -6,6 +6,7 @@ A layer may be empty, or contain tensors, placeholders or the proxies of a trace
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -17,16 +18,7 @@ from ...private_names.of_torch import functorch, is_jit_tracing
 from ...recipe.aliases import CacheLayer, Length
 from ...trace.program import StoredInteger
 from .known_state import read_known_state, read_template
-from .layers import (
-    PLACEHOLDERS,
-    LayerKind,
-    code_of,
-    kind_of,
-    kind_of_code,
-    make_window_tensor,
-    makes_window_tensor,
-    remember,
-)
+from .layers import PLACEHOLDERS, LayerKind, code_of, kind_of, kind_of_code, make_window_tensor, remember
 from .state import LENGTHS, StateBuilder, follow_state, layer_class, leaf_paths, lengths_of
 
 LENGTH = "length"
@@ -280,9 +272,16 @@ def rebuild_by_attributes(
         tensor = make_window_tensor(cls, window, device) if plain else None
         if tensor is not None:
             obj._sliding_window_tensor = tensor
-        elif not used and makes_window_tensor(cls):  # an empty layer needs the tensor for its first update
+        elif not used and _makes_window_tensor(cls):  # an empty layer needs the tensor for its first update
             obj._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
     return obj
+
+
+@functools.cache
+def _makes_window_tensor(cls: type) -> bool:
+    """Return whether new layers of a class have a ``_sliding_window_tensor``, as in transformers 5.0 and later."""
+    makers = [inspect.unwrap(vars(base)["__init__"]) for base in cls.__mro__ if "__init__" in vars(base)]
+    return any("_sliding_window_tensor" in one.__code__.co_names for one in makers if hasattr(one, "__code__"))
 
 
 # sliding layers whose token count may be a tensor in a trace, where their methods are replaced; classes of model code

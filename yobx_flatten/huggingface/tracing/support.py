@@ -84,13 +84,10 @@ class TransformersTracing(TraceSupport):
         # which refuses contiguous tensors. Layers that compress their keys get sizes that a trace does not fix.
         from transformers.cache_utils import Cache
 
-        def contiguous(leaf: object) -> object:
-            return leaf.contiguous() if isinstance(leaf, Tensor) else leaf
-
         def prepare(node: object) -> PyTree:
             if not isinstance(node, Cache):
                 return node
-            copy = pytree.tree_map(contiguous, node)
+            copy = pytree.tree_map_only(Tensor, lambda leaf: leaf.contiguous(), node)
             parts = [vars(copy).get(name) for name in ("self_attention_cache", "cross_attention_cache")]
             for cache in (copy, *parts):
                 hold_length_leaf(vars(cache).get("layers", []) if cache is not None else [])

@@ -120,7 +120,16 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     libraries = filter(is_installed, ("torch", "transformers", *versions))
     made_by = {name: importlib.metadata.version(name).split("+")[0] for name in libraries}
     alone = {name for _, _, sizes in inputs for size in sizes if isinstance(size, Mapping) for name in size if name}
-    rows, relations = _rows(program, by_argument), stated_sizes.relations_in_program(program, alone)
+    rows: dict[str, int] = {}  # number of rows of the embedding table that an input indexes
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+        table, given = node.args[:2]
+        while _name(given) in _SAME_VALUES:  # tokens may be reshaped on their way to the table
+            given = given.args[0]
+        count = table.meta["val"].shape[0]
+        if given.name in by_argument and isinstance(count, int):
+            name = by_argument[given.name]
+            rows[name] = min(count, rows.get(name, count))
+    relations = stated_sizes.relations_in_program(program, alone)
     return Signature(inputs, traced.output_names, largest, smallest, made_by, rows, traced.kept, relations)
 
 
@@ -130,23 +139,6 @@ def names_by_argument(traced: Traced) -> dict[str, str]:
 
 
 _SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "slice", "unsqueeze", "squeeze")
-
-
-def _rows(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, int]:
-    """Return, for each input that indexes an embedding table, the number of rows of the table."""
-    found: dict[str, int] = {}
-    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
-        table, given = node.args[:2]
-        # tokens may be reshaped on their way to the table
-        while _name(given) in _SAME_VALUES:
-            given = given.args[0]
-        size = table.meta["val"].shape[0]
-        if given.name in names and isinstance(size, int):
-            name = names[given.name]
-            found[name] = min(size, found.get(name, size))
-    return found
-
-
 _SAME_AXES = ("to", "pad", "alias", "detach", "contiguous", "clone")
 
 

@@ -174,7 +174,15 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
 
 def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
     """Name inputs and outputs of a program, and copy buffers and parameters that the program writes to."""
-    module, signature = example.module, with_relative_origins(program).graph_signature
+    module, signature = example.module, program.graph_signature
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            origin = node.meta.get("stack_trace")
+            if isinstance(
+                origin, str
+            ):  # relative paths, since a published file must not show the folders of its author
+                files = r'(?<=File ")[^"]+(?=", line )'
+                node.meta["stack_trace"] = re.sub(files, lambda path: _relative(path[0]), origin)
     for spec in program.call_spec:
         for cls, place, size in [] if spec is None else _sizes(spec):
             raise StaticDataError(
@@ -343,20 +351,6 @@ def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device |
     else:
         return None
     return torch.nn.Parameter(made, requires_grad=learns) if isinstance(tensor, torch.nn.Parameter) else made
-
-
-# Write paths in a program relative to their package: a published file must not show the folders of its author.
-
-
-def with_relative_origins(program: ExportedProgram) -> ExportedProgram:
-    """Replace, in place, absolute source paths in the metadata of a program's nodes by relative paths."""
-    for part in program.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            origin = node.meta.get("stack_trace")
-            if isinstance(origin, str):
-                files = r'(?<=File ")[^"]+(?=", line )'
-                node.meta["stack_trace"] = re.sub(files, lambda found: _relative(found[0]), origin)
-    return program
 
 
 @functools.lru_cache(maxsize=4096)

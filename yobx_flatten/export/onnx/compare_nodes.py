@@ -97,8 +97,6 @@ def compare_nodes(path: pathlib.Path, right: pathlib.Path, inputs: Mapping[str, 
 
 
 class _Values:
-    """An ONNX file whose intermediate values can be read."""
-
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
         self.model = read_onnx(path, failure=DamagedFileError)

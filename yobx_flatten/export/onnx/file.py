@@ -197,7 +197,16 @@ def name_axes(model: ir.Model, chosen: Mapping[tuple[str, int], str], sizes: Map
             names[symbol] = name
     if not names:
         return
-    whole = _totals(graph, names)
+    whole: dict[str, str] = {}  # by sum of axis names, such as "past + new": the name of the mask's length
+    lengths = {value.name: value.shape for value in graph.inputs if value.shape is not None}
+    for mask, tokens in (("attention_mask", "input_ids"), ("decoder_attention_mask", "decoder_input_ids")):
+        for read in (tokens, tokens.replace("input_ids", "inputs_embeds")):
+            if read not in lengths or mask not in lengths or len(lengths[mask]) != 2:
+                continue
+            total, new = (names.get(str(text_of_size(lengths[name][1]))) for name in (mask, read))
+            for past in set(names.values()):
+                if total and new and past.startswith("past_") and past.endswith("sequence_length"):
+                    whole[f"{past} + {new}"] = total
     computed = (value for node in graph.all_nodes() for value in node.outputs)
     for value in {id(value): value for value in (*graph.inputs, *graph.outputs, *computed)}.values():
         if value.shape is not None:
@@ -257,21 +266,6 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
     for place, symbol in windows.items():
         parts[place] += f"_{numbers[symbol]}" if numbers[symbol] > 1 else ""
     return parts
-
-
-def _totals(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, str]:
-    """Map sums of axis names, such as ``"past + new"``, to the axis name of the attention mask's length."""
-    totals: dict[str, str] = {}
-    lengths = {value.name: value.shape for value in graph.inputs if value.shape is not None}
-    for mask, tokens in (("attention_mask", "input_ids"), ("decoder_attention_mask", "decoder_input_ids")):
-        for read in (tokens, tokens.replace("input_ids", "inputs_embeds")):
-            if read not in lengths or mask not in lengths or len(lengths[mask]) != 2:
-                continue
-            total, new = (names.get(str(text_of_size(lengths[name][1]))) for name in (mask, read))
-            for past in set(names.values()):
-                if total and new and past.startswith("past_") and past.endswith("sequence_length"):
-                    totals[f"{past} + {new}"] = total
-    return totals
 
 
 def _format(dim: int | ir.SymbolicDim, names: Mapping[str, str], whole: Mapping[str, str]) -> int | str | None:

@@ -28,6 +28,7 @@ from .stored_matrix import (
     keep_integers,
     new_value,
     plus,
+    products_of,
     replace_product,
     take_rows,
 )
@@ -39,8 +40,6 @@ _TABLE = 2**16
 
 @dataclasses.dataclass
 class QuantizedWeights:
-    """The number of quantized matrices of a file, and their sizes in bytes before and after quantization."""
-
     count: int = 0  # number of matrices
     float_bytes: int = 0  # size of the matrices before
     bytes: int = 0  # size of the matrices with scales and zero points
@@ -92,7 +91,7 @@ def quantize_model(
     stored: dict[tuple[str, bool], StoredMatrix | None] = {}
     read: dict[str, tuple[Any, bool]] = {}
     products = Products(model.graph, splits or {})
-    nodes = products_of(model, quantization)
+    nodes = products_of(model, quantization.block_size)
     for node, (value, transposed) in nodes:
         key, name = (value.name, transposed), _role_of(node, value)
         if key not in stored:
@@ -141,12 +140,6 @@ def quantize_model(
     return found
 
 
-def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple[Any, bool]]]:
-    """Return the matrix products to quantize, with the weight of each product and whether the weight is transposed."""
-    found = ((node, _weight_of(node, quantization.block_size)) for node in model.graph.all_nodes())
-    return [(node, weight) for node, weight in found if weight]
-
-
 def _quantized_table(
     graph: Any, value: Any, quantization: Quantization, grids: Grids, found: QuantizedWeights
 ) -> StoredMatrix | None:
@@ -174,7 +167,6 @@ def _role_of(node: Any, value: Any) -> str:
 
 
 def check_quantized(found: QuantizedWeights, quantization: Quantization, report: ExportReport) -> None:
-    """Raise an error if no weight of a model can be quantized."""
     if not found.roles:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} has no matrix of "
@@ -219,27 +211,6 @@ def remark_quantized(
             f"{', '.join(found.tied)} is in the file twice, in full for the embedding and in {kind} for the projection "
             "that is tied to it."
         )
-
-
-def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
-    """Return the weight of a matrix product, and whether the weight is transposed; ``None`` without a weight."""
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
-        return None
-    value, transposed = node.inputs[1], False
-    if node.op_type == "Gemm":
-        if {attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)} != {1.0} or attribute(node, "transA", 0):
-            return None
-        transposed = bool(attribute(node, "transB", 0))
-    before = value.producer()
-    if before is not None and before.op_type == "Transpose" and list(attribute(before, "perm", [1, 0])) == [1, 0]:
-        value, transposed = before.inputs[0], not transposed
-    tensor = value.const_value
-    if not value.is_initializer() or tensor is None or len(tensor.shape) != 2:
-        return None
-    # quantizing less than one block, such as a gate or a classification head, saves nothing
-    if min(tensor.shape) < block_size or tensor.dtype.name not in ("FLOAT", "FLOAT16"):
-        return None
-    return value, transposed
 
 
 class _Parts:
@@ -351,10 +322,21 @@ class Products:
             made.append(ir.node("Split", [product], {"axis": 0, "num_outputs": 2}, num_outputs=2))
             found = made.add("Add", *made[-1].outputs)
         if stored.offsets is not None:
-            sums = self._sum(made, node.graph, small, len(x.shape), stored)
+            key = small, stored.block_size, stored.is_half
+            sums = self._sums.get(key)  # of each block of the input, in float32
+            if sums is None or sums.producer().graph is not node.graph:
+                exact = made.add("Cast", small, to=ir.DataType.FLOAT.value) if stored.is_half else small
+                cut = made.reshape(exact, *[0] * (len(x.shape) - 1), stored.blocks, stored.block_size)
+                sums = made.add("ReduceSum", cut, made.add("Constant", value_ints=[-1]), keepdims=0)
+                self._sums[key] = sums
             terms.insert(0, (sums, made.add("Transpose", stored.offsets, perm=[1, 0])))
+        if len(terms) == 2:  # one product computes the sum of both products
+            inputs, matrices = zip(*terms, strict=True)
+            if inputs not in self._terms:
+                self._terms[inputs] = made.add("Concat", *inputs, axis=-1)
+            terms = [(self._terms[inputs], made.add("Concat", *matrices, axis=0))]
         if terms:
-            plus(made, found, self._term(made, terms), stored)
+            plus(made, found, made.add("MatMul", *terms[0]), stored)
         replace_product(node, product, made)
 
     def _in_two(self, made: Nodes, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> ir.Value:
@@ -396,26 +378,6 @@ class Products:
             unmap(value.const_value)
             self._large[key] = new_value(self._graph, f"{value.name}_large_{len(self._large)}", ir.tensor(rows))
         return self._large[key]
-
-    def _term(self, made: Nodes, terms: list[tuple[Any, Any]]) -> ir.Value:
-        """Compute a matrix product, or the sum of two matrix products, with one ``MatMul``."""
-        if len(terms) == 1:
-            return made.add("MatMul", *terms[0])
-        inputs, matrices = zip(*terms, strict=True)
-        if inputs not in self._terms:
-            self._terms[inputs] = made.add("Concat", *inputs, axis=-1)
-        return made.add("MatMul", self._terms[inputs], made.add("Concat", *matrices, axis=0))
-
-    def _sum(self, made: Nodes, graph: Any, x: Any, rank: int, stored: StoredMatrix) -> Any:
-        """Return the sum of each block of an input in float32, computed once."""
-        key = x, stored.block_size, stored.is_half
-        known = self._sums.get(key)
-        if known is None or known.producer().graph is not graph:
-            exact = made.add("Cast", x, to=ir.DataType.FLOAT.value) if stored.is_half else x
-            cut = made.reshape(exact, *[0] * (rank - 1), stored.blocks, stored.block_size)
-            known = made.add("ReduceSum", cut, made.add("Constant", value_ints=[-1]), keepdims=0)
-            self._sums[key] = known
-        return known
 
 
 def gathered(graph: Any) -> list[Any]:

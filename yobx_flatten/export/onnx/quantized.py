@@ -23,10 +23,10 @@ from ..proof.report import ExportReport
 from ..quantization import Bits, Budget, Quantization, measure, reads_once, rounding_calls
 from ..source import Source
 from .file import UnprovenFile
-from .quantize import QuantizedWeights, check_quantized, products_of, quantize_model, remark_quantized
+from .quantize import QuantizedWeights, check_quantized, quantize_model, remark_quantized
 from .rewrite.graph import Nodes
 from .rounding import RoundedMatrices, input_moments, input_splits, read_matrix, round_by_text, round_with_feedback
-from .stored_matrix import Grids, InputSplits, new_value, replace_product
+from .stored_matrix import Grids, InputSplits, is_in_main_graph, new_value, products_of, replace_product
 
 _NOTICED = 3e-4
 """Divergence, in nats, at which about one greedy token in a hundred differs from the model's."""
@@ -49,154 +49,160 @@ _FLOATS = {
 """Notes on why the activations of a file stay in float, by the value of the option ``activations``."""
 
 
-def quantize_file(
-    file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
-) -> Quality | None:
-    """Quantize the weights of an ONNX file that has passed its checks; return the :class:`Quality` of the new file."""
-    grids = Grids()
-    with report.timed("quantize"):
-        found = quantize_model(ir.load(file.path), quantization, grids=grids)
-        check_quantized(found, quantization, report)
-    roles = found.roles
-    if quantization.activations == "token" or (quantization.may_be_by_token and _is_by_token(file, source, grids)):
-        quality, is_enough = _quantize_by_token(file, quantization, source, report, grids)
-        if is_enough:
-            return quality
-    rounded: RoundedMatrices = {}
-    if not Budget.is_exact(Budget.first(roles, quantization.bits), roles):
-        with report.timed("round"):
-            model = ir.load(file.path)
-            rounded = round_by_text(file, model.graph, products_of(model, quantization), quantization, source, grids)
-    known = source.example.runs.texts
+@dataclasses.dataclass(frozen=True)
+class FileQuantizer:
+    """Quantizes the weights of an ONNX file that has passed its checks."""
 
-    def quantized(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None) -> tuple[Any, QuantizedWeights]:
+    file: UnprovenFile
+    quantization: Quantization
+    source: Source
+    report: ExportReport
+    grids: Grids = dataclasses.field(default_factory=Grids)
+
+    def run(self) -> Quality | None:
+        """Replace the file by a file with quantized weights; return the :class:`Quality` of the new file."""
+        file, quantization, source, report = self.file, self.quantization, self.source, self.report
         with report.timed("quantize"):
-            model = ir.load(file.path)  # large weights are memory-mapped
-            how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits}
-            return model, quantize_model(model, quantization, bits, grids, rounded, **how)
+            found = quantize_model(ir.load(file.path), quantization, grids=self.grids)
+            check_quantized(found, quantization, report)
+        roles = found.roles
+        if quantization.activations == "token" or (quantization.may_be_by_token and self._is_by_token()):
+            quality, is_enough = self._by_token()
+            if is_enough:
+                return quality
+        rounded: RoundedMatrices = {}
+        if not Budget.is_exact(Budget.first(roles, quantization.bits), roles):
+            with report.timed("round"):
+                rounded = round_by_text(file, quantization, source, self.grids)
 
-    def try_bits(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None = None) -> Quality:
-        model, found = quantized(bits, rounds_inputs=rounds_inputs, splits=splits)
-        return _measured(model, found, file, quantization, source, report, known)
+        def quantized(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None) -> tuple[Any, QuantizedWeights]:
+            with report.timed("quantize"):
+                model = ir.load(file.path)  # large weights are memory-mapped
+                how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits}
+                return model, quantize_model(model, quantization, bits, self.grids, rounded, **how)
 
-    bits: Bits = dict.fromkeys(roles, quantization.bits)
-    is_kept, asked, quality = quantization.weights == "keep", quantization.activations, None
-    rounds_inputs = asked == "int8" or (asked == "auto" and not is_kept)
-    splits = _splits(file, quantization, source, report) if asked == "split" else {}
-    # quantized activations cause larger errors than 8-bit weights, and smaller errors than 4-bit weights
-    inputs_first = quantization.bits == 8 and not is_kept
-    if source.cases:
-        measured = functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)
-        searched = functools.partial(Budget, roles, quantization.bits)
-        bits, quality = (bits, measured(bits)) if is_kept or inputs_first else searched(measured).find()
-        if rounds_inputs and asked == "auto" and _loss(quality) > _NOTICED:
-            find = functools.partial(_splits, file, quantization, source, report)
-            as_is = functools.partial(try_bits, bits, rounds_inputs=False)
-            quality, rounds_inputs, splits = _choose_inputs(quality, find, as_is, report, is_fine=inputs_first)
-        if inputs_first and not quality.ok:
-            bits, quality = searched(functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)).find()
-    if not rounds_inputs and asked in ("auto", "split") and not splits:
-        report.remark(_FLOATS[asked])
-    model, found = quantized(bits, rounds_inputs=rounds_inputs, splits=splits)
-    remark_quantized(found, quantization, report, bits)
-    with report.timed("quantize"):
-        report.onnx_bytes = file.replace_by(model)
-    return quality
-
-
-def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
-    """Return whether a file is a text encoder with float32 weights, and int8 would round all of its weight matrices."""
-    if not source.cases or not reads_once(source.example.kwargs):
-        return False
-    weights = [weight for _, weight in products_of(ir.load(file.path), Quantization("int8"))]
-    are_floats = all(value.const_value.dtype.name == "FLOAT" for value, _ in weights)
-    return are_floats and not any(grids.is_exact(value, 8, transposed=turned) for value, turned in weights)
-
-
-def _quantize_by_token(
-    file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport, grids: Grids
-) -> tuple[Quality | None, bool]:
-    """Quantize activations per token and weights per output; return the quality, and whether it is sufficient."""
-    # all other products are quantized in blocks; the file is replaced only if the quality is sufficient
-    with report.timed("quantize"):
-        model, found = ir.load(file.path), QuantizedWeights()
-        groups = _grouped(products_of(model, quantization))
-        for group in _with_moments(groups, file, model.graph, quantization, source):
-            _replace(group, model, found)
-        found = quantize_model(model, quantization, grids=grids, found=found)
-    quality = _measured(model, found, file, quantization, source, report, []) if source.cases else None
-    is_asked = quantization.activations == "token"
-    if quality is not None and not is_asked and not (quality.ok and quality.relative_difference <= _NEAR):
-        return quality, False
-    remark_quantized(found, quantization, report)
-    with report.timed("quantize"):
-        report.onnx_bytes = file.replace_by(model)
-    return quality, True
-
-
-def _measured(
-    model: Any,
-    found: QuantizedWeights,
-    file: UnprovenFile,
-    quantization: Quantization,
-    source: Source,
-    report: ExportReport,
-    known: list[Texts],
-) -> Quality:
-    # known: losses and logits of the model on the text; the first call fills the list, so that later calls reuse it
-    trial = UnprovenFile(file.target, file.folder / "trial")
-    trial.folder.mkdir()
-    try:
-        with report.timed("quantize"):
-            trial.save(model)
-        with report.timed("measure"):
-            options = session_options()
-            options.enable_cpu_mem_arena = False  # an arena would keep twice the memory of the logits of a text
-            runner = OnnxRunner(open_session(trial.path, caller="export_onnx", options=options), file.path.name)
-            return measure(runner, quantization, source, block_size=found.block_size, known=known)
-    finally:
-        shutil.rmtree(trial.folder)
-
-
-def _splits(file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport) -> InputSplits:
-    with report.timed("splits"):
-        model = ir.load(file.path)
-        return input_splits(file, model.graph, products_of(model, quantization), quantization, source)
-
-
-def _choose_inputs(
-    whole: Quality,
-    find: Callable[[], InputSplits],
-    measured: Callable[..., Quality],
-    report: ExportReport,
-    *,
-    is_fine: bool,
-) -> tuple[Quality, bool, InputSplits]:
-    """Choose between activations in 8 bits, in two parts of 8 bits, and in float, by comparing errors of the logits."""
-    # whole: the quality with activations that are quantized whole
-    # measured: returns the quality for these splits; without splits, activations stay in float
-    # is_fine: whether the error of the weights is so small that two parts are tried first
-    # returned: the quality, whether activations are quantized whole, and how they are split
-    splits = find() if is_fine else {}
-    parted = measured(splits=splits) if splits else None
-    if parted is None or _loss(parted) > min(_CLOSE, _loss(whole) / 2):
-        exact = measured(splits={})
-        if _loss(whole) <= 2 * _loss(exact):
-            return whole, True, {}
-        if not is_fine and _loss(whole) <= _LEFT * _loss(exact) and (splits := find()):
-            parted = measured(splits=splits)
-        if parted is None or _loss(parted) > 2 * _loss(exact):
-            report.remark(
-                f"the activations are not quantized: 8 bits would raise the divergence from {_loss(exact):.1e} to "
-                f"{_loss(whole):.1e} nats."
+        def try_bits(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None = None) -> Quality:
+            return self._measured(
+                *quantized(bits, rounds_inputs=rounds_inputs, splits=splits), source.example.runs.texts
             )
-            return exact, False, {}
-    report.remark(
-        "the activations are quantized to 8 bits in two parts, small values and the remainder of large values: "
-        f'{_loss(parted):.1e} nats of divergence instead of {_loss(whole):.1e} in one part. activations="float" '
-        "(--activations float) is slower and does not quantize activations."
-    )
-    return parted, False, splits
+
+        bits: Bits = dict.fromkeys(roles, quantization.bits)
+        is_kept, asked, quality = quantization.weights == "keep", quantization.activations, None
+        rounds_inputs = asked == "int8" or (asked == "auto" and not is_kept)
+        splits = self._splits() if asked == "split" else {}
+        # quantized activations cause larger errors than 8-bit weights, and smaller errors than 4-bit weights
+        inputs_first = quantization.bits == 8 and not is_kept
+        if source.cases:
+            measured = functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)
+            searched = functools.partial(Budget, roles, quantization.bits)
+            bits, quality = (bits, measured(bits)) if is_kept or inputs_first else searched(measured).find()
+            if rounds_inputs and asked == "auto" and _loss(quality) > _NOTICED:
+                as_is = functools.partial(try_bits, bits, rounds_inputs=False)
+                quality, rounds_inputs, splits = self._choose_inputs(quality, as_is, is_fine=inputs_first)
+            if inputs_first and not quality.ok:
+                bits, quality = searched(functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)).find()
+        if not rounds_inputs and asked in ("auto", "split") and not splits:
+            report.remark(_FLOATS[asked])
+        self._write(*quantized(bits, rounds_inputs=rounds_inputs, splits=splits), bits)
+        return quality
+
+    def _is_by_token(self) -> bool:
+        """Return whether the file is a text encoder with float32 weights, and int8 would round all of its matrices."""
+        if not self.source.cases or not reads_once(self.source.example.kwargs):
+            return False
+        weights = [weight for _, weight in products_of(ir.load(self.file.path), self.quantization.block_size)]
+        are_floats = all(value.const_value.dtype.name == "FLOAT" for value, _ in weights)
+        return are_floats and not any(self.grids.is_exact(value, 8, transposed=turned) for value, turned in weights)
+
+    def _by_token(self) -> tuple[Quality | None, bool]:
+        """Quantize activations per token and weights per output; return the quality, and whether it is sufficient."""
+        # all other products are quantized in blocks; the file is replaced only if the quality is sufficient
+        with self.report.timed("quantize"):
+            model, found = ir.load(self.file.path), QuantizedWeights()
+            groups = _grouped(products_of(model, self.quantization.block_size))
+            for group in self._with_moments(groups, model.graph):
+                _replace(group, model, found)
+            found = quantize_model(model, self.quantization, grids=self.grids, found=found)
+        quality = self._measured(model, found, []) if self.source.cases else None
+        is_asked = self.quantization.activations == "token"
+        if quality is not None and not is_asked and not (quality.ok and quality.relative_difference <= _NEAR):
+            return quality, False
+        self._write(model, found)
+        return quality, True
+
+    def _with_moments(self, groups: list[_Group], graph: ir.Graph) -> Iterator[_Group]:
+        """Yield all groups of weight matrices; groups whose inputs were measured on the calibration text come first."""
+        example = self.source.example
+        calls = rounding_calls(example, self.quantization)
+        names = {name: group for group in groups for name in group.inputs}
+        sizes = {name: _rows(group) for name, group in names.items() if is_in_main_graph(group.inputs[name], graph)}
+        done: list[_Group] = []
+        if calls is not None and sizes:
+            cases, tokens = calls
+            missing = dict.fromkeys(sizes)
+            for name, moments in input_moments(self.file, sizes, cases, example.names, tokens):
+                group = names[name]
+                group.moments = moments if group.moments is None else group.moments + moments
+                del missing[name]
+                if not missing.keys() & group.inputs:
+                    done.append(group)
+                    yield group
+                    group.moments = None
+        yield from (group for group in groups if group not in done)
+
+    def _write(self, model: Any, found: QuantizedWeights, bits: Bits | None = None) -> None:
+        remark_quantized(found, self.quantization, self.report, bits)
+        with self.report.timed("quantize"):
+            self.report.onnx_bytes = self.file.replace_by(model)
+
+    def _measured(self, model: Any, found: QuantizedWeights, known: list[Texts]) -> Quality:
+        # known: losses and logits of the model on the text; the first call fills the list, so that later calls reuse it
+        trial = UnprovenFile(self.file.target, self.file.folder / "trial")
+        trial.folder.mkdir()
+        try:
+            with self.report.timed("quantize"):
+                trial.save(model)
+            with self.report.timed("measure"):
+                options = session_options()
+                options.enable_cpu_mem_arena = False  # an arena would keep twice the memory of the logits of a text
+                session = open_session(trial.path, caller="export_onnx", options=options)
+                runner, size = OnnxRunner(session, self.file.path.name), found.block_size
+                return measure(runner, self.quantization, self.source, block_size=size, known=known)
+        finally:
+            shutil.rmtree(trial.folder)
+
+    def _splits(self) -> InputSplits:
+        with self.report.timed("splits"):
+            return input_splits(self.file, self.quantization, self.source)
+
+    def _choose_inputs(
+        self, whole: Quality, measured: Callable[..., Quality], *, is_fine: bool
+    ) -> tuple[Quality, bool, InputSplits]:
+        """Choose activations in 8 bits, in two parts of 8 bits, or in float, by comparing errors of the logits."""
+        # whole: the quality with activations that are quantized whole
+        # measured: returns the quality for these splits; without splits, activations stay in float
+        # is_fine: whether the error of the weights is so small that two parts are tried first
+        # returned: the quality, whether activations are quantized whole, and how they are split
+        splits = self._splits() if is_fine else {}
+        parted = measured(splits=splits) if splits else None
+        if parted is None or _loss(parted) > min(_CLOSE, _loss(whole) / 2):
+            exact = measured(splits={})
+            if _loss(whole) <= 2 * _loss(exact):
+                return whole, True, {}
+            if not is_fine and _loss(whole) <= _LEFT * _loss(exact) and (splits := self._splits()):
+                parted = measured(splits=splits)
+            if parted is None or _loss(parted) > 2 * _loss(exact):
+                self.report.remark(
+                    f"the activations are not quantized: 8 bits would raise the divergence from {_loss(exact):.1e} to "
+                    f"{_loss(whole):.1e} nats."
+                )
+                return exact, False, {}
+        self.report.remark(
+            "the activations are quantized to 8 bits in two parts, small values and the remainder of large values: "
+            f'{_loss(parted):.1e} nats of divergence instead of {_loss(whole):.1e} in one part. activations="float" '
+            "(--activations float) is slower and does not quantize activations."
+        )
+        return parted, False, splits
 
 
 def _loss(quality: Quality) -> float:
@@ -257,33 +263,6 @@ def _grouped(products: list[tuple[Any, tuple[Any, bool]]]) -> list[_Group]:
     return groups
 
 
-def _with_moments(
-    groups: list[_Group], file: UnprovenFile, graph: ir.Graph, quantization: Quantization, source: Source
-) -> Iterator[_Group]:
-    """Yield all groups of weight matrices; groups whose inputs were measured on the calibration text come first."""
-    calls = rounding_calls(source.example, quantization)
-    names = {name: group for group in groups for name in group.inputs}
-    sizes = {
-        name: _rows(group)
-        for name, group in names.items()
-        # values inside a loop or a branch cannot become outputs of the file
-        if group.inputs[name].producer() is not None and group.inputs[name].producer().graph is graph
-    }
-    done: list[_Group] = []
-    if calls is not None and sizes:
-        cases, tokens = calls
-        missing = dict.fromkeys(sizes)
-        for name, moments in input_moments(file, sizes, cases, source.example.names, tokens):
-            group = names[name]
-            group.moments = moments if group.moments is None else group.moments + moments
-            del missing[name]
-            if not missing.keys() & group.inputs:
-                done.append(group)
-                yield group
-                group.moments = None
-    yield from (group for group in groups if group not in done)
-
-
 def _rows(group: _Group) -> int:
     (_, transposed), value = next(iter(group.weights.items()))
     return int(value.const_value.shape[1 if transposed else 0])
@@ -309,10 +288,20 @@ def _replace(group: _Group, model: ir.Model, found: QuantizedWeights) -> None:
         found.add(value, sum(part.nbytes for part in parts))
         found.blocks[0] = found.blocks.get(0, 0) + numbers.size
         found.by_token += 1
+    # by input: the integers with one scale per token, and the largest value of each token
     divided: dict[Any, tuple[ir.Value, ir.Value]] = {}
     for node, key in group.nodes:
-        made = Nodes()
-        whole, largest = _divided(made, node, channels, graph, divided)
+        x, made = node.inputs[0], Nodes()
+        if (node.graph, x) not in divided:
+            smooth = x
+            if not bool((channels == 1).all()):
+                smooth = made.add("Mul", x, _constant(graph, f"{x.name}_channels", channels.reciprocal().numpy()))
+            last = _constant(graph, "last_axis", numpy.array([-1], numpy.int64))
+            most = made.add("ReduceMax", made.add("Abs", smooth), last, keepdims=1)
+            positive = made.add("Max", most, _constant(graph, "least_of_a_token", numpy.float32(_LEAST)))
+            whole = made.add("QuantizeLinear", made.add("Div", smooth, positive), *_steps(graph))
+            divided[node.graph, x] = whole, positive
+        whole, largest = divided[node.graph, x]
         (step, zero), (weights_in_8_bits, scales) = _steps(graph), stored[key]
         given = [whole, weights_in_8_bits, step, scales, zero]
         product = made.add("MatMulIntegerToFloat", *given, domain="com.microsoft", name=node.name)
@@ -336,23 +325,6 @@ def _constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
     known = graph.initializers.get(name)
     found: ir.Value = new_value(graph, name, ir.tensor(array)) if known is None else known
     return found
-
-
-def _divided(
-    made: Nodes, node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any, tuple[ir.Value, ir.Value]]
-) -> tuple[ir.Value, ir.Value]:
-    """Quantize a product's input with one scale per token; return the integers, and the largest value of each token."""
-    x = node.inputs[0]
-    if (node.graph, x) not in known:
-        smooth = x
-        if not bool((channels == 1).all()):
-            smooth = made.add("Mul", x, _constant(graph, f"{x.name}_channels", channels.reciprocal().numpy()))
-        last = _constant(graph, "last_axis", numpy.array([-1], numpy.int64))
-        largest = made.add("ReduceMax", made.add("Abs", smooth), last, keepdims=1)
-        positive = made.add("Max", largest, _constant(graph, "least_of_a_token", numpy.float32(_LEAST)))
-        whole = made.add("QuantizeLinear", made.add("Div", smooth, positive), *_steps(graph))
-        known[node.graph, x] = whole, positive
-    return known[node.graph, x]
 
 
 def _steps(graph: ir.Graph) -> list[ir.Value]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy
@@ -28,7 +28,7 @@ from ..proof.eager_runs import Case, clone
 from ..quantization import Quantization, from_the_start, rounding_calls
 from ..source import Source
 from .file import UnprovenFile
-from .stored_matrix import Grids, InputSplit, InputSplits
+from .stored_matrix import Grids, InputSplit, InputSplits, is_in_main_graph, products_of
 from .weights import WeightGrid, unmap
 
 _MANY = 1.0, 0.97, 0.94
@@ -168,11 +168,7 @@ RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
 """Quantized matrices by name of the weight, and by whether the matrix is transposed."""
 
 
-def round_by_text(
-    file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source, grids: Grids
-) -> RoundedMatrices:
-    """Quantize the weight matrices of an ONNX file; a calibration text decides how each number is rounded."""
-    # products: see `products_of`
+def round_by_text(file: UnprovenFile, quantization: Quantization, source: Source, grids: Grids) -> RoundedMatrices:
     is_rounded = source.cases and quantization.weights != "keep"
     calls = rounding_calls(source.example, quantization) if is_rounded else None
     if calls is None:
@@ -180,17 +176,10 @@ def round_by_text(
     cases, tokens = calls
     wanted: dict[str, dict[tuple[str, bool], Any]] = {}
     sizes: dict[str, int] = {}
-    for node, (value, transposed) in products:
-        x = node.inputs[0]
-        size = int(value.const_value.shape[1 if transposed else 0])
-        # values inside a loop or a branch cannot become outputs of the file; GPTQ here needs complete blocks
-        block_size = quantization.block_size
-        if x.producer() is None or x.producer().graph is not graph or size % block_size:
-            continue
-        if x.shape is None or grids.is_exact(value, quantization.bits, transposed=transposed):
-            continue
-        wanted.setdefault(x.name, {})[value.name, transposed] = value
-        sizes[x.name] = size
+    for x, size, (value, transposed) in _read_in_blocks(file, quantization.block_size):
+        if x.shape is not None and not grids.is_exact(value, quantization.bits, transposed=transposed):
+            wanted.setdefault(x.name, {})[value.name, transposed] = value
+            sizes[x.name] = size
     if not wanted:
         return {}
     found, names = RoundedMatrices(), source.example.names
@@ -201,6 +190,15 @@ def round_by_text(
             weights = read_matrix(value, key[1])
             found[key] = round_with_feedback(weights, moments, block_size, weights.dtype, quantization.bits)
     return found
+
+
+def _read_in_blocks(file: UnprovenFile, block_size: int) -> Iterator[tuple[Any, int, tuple[Any, bool]]]:
+    """Yield inputs of products that are complete blocks and can be outputs of the file, with size and weight."""
+    model = ir.load(file.path)
+    for node, (value, transposed) in products_of(model, block_size):
+        x, size = node.inputs[0], int(value.const_value.shape[1 if transposed else 0])
+        if is_in_main_graph(x, model.graph) and size % block_size == 0:
+            yield x, size, (value, transposed)
 
 
 def read_matrix(value: Any, transposed: bool) -> torch.Tensor:
@@ -307,21 +305,14 @@ _SHARE, _MOST = 48, 32
 """At most one of 48 channels, and at most 32, stay in float, which reads an eighth more bytes of weights."""
 
 
-def input_splits(
-    file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
-) -> InputSplits:
+def input_splits(file: UnprovenFile, quantization: Quantization, source: Source) -> InputSplits:
     """Return how to quantize small and large values in the input of each matrix product separately, by input name."""
-    # products: see `products_of`; the result is empty if nothing was measured
+    # the result is empty if nothing was measured
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:
         return {}
     cases, tokens = calls
-    sizes = {}
-    for node, (value, transposed) in products:
-        x, size = node.inputs[0], int(value.const_value.shape[1 if transposed else 0])
-        # values inside a loop or a branch cannot become outputs of the file
-        if x.producer() is not None and x.producer().graph is graph and size % quantization.block_size == 0:
-            sizes[x.name] = size
+    sizes = {x.name: size for x, size, _ in _read_in_blocks(file, quantization.block_size)}
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in sizes}
     for read in read_inputs(file, sizes, cases, source.example.names, tokens):
@@ -354,22 +345,18 @@ def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
     left, limit = min((error(rest(one), _rounded_as_inputs(rest(one), block_size)), one) for one in tried)
     if left >= _WORTH:
         return InputSplit()
-    channels = _large(rows, block_size, min(rows.shape[1] // _SHARE, _MOST))
-    large = torch.zeros_like(rows)
-    large[:, channels] = rows[:, channels]
-    return InputSplit(channels=tuple(channels)) if error(large, large) <= _NEAR * left else InputSplit(limit)
-
-
-def _large(rows: torch.Tensor, block_size: int, count: int) -> list[int]:
-    """Return the input channels whose removal most reduces the largest values of the quantization blocks."""
-    sizes = rows.square() / rows.square().mean(1, keepdim=True).clamp(min=1e-30)
-    blocks, found = sizes.reshape(len(rows), -1, block_size), []
-    for _ in range(count):
+    # the channels whose removal most reduces the largest values of the quantization blocks
+    squares = rows.square() / rows.square().mean(1, keepdim=True).clamp(min=1e-30)
+    blocks, found = squares.reshape(len(rows), -1, block_size), []
+    for _ in range(min(rows.shape[1] // _SHARE, _MOST)):
         (first, second), where = blocks.topk(2, dim=2).values.unbind(2), blocks.argmax(2)
         gains = torch.zeros(blocks.shape[1:]).scatter_add_(1, where.T, (first - second).T)
         found.append(int(gains.argmax()))
         blocks.flatten(1)[:, found[-1]] = 0
-    return sorted(found)
+    channels = sorted(found)
+    large = torch.zeros_like(rows)
+    large[:, channels] = rows[:, channels]
+    return InputSplit(channels=tuple(channels)) if error(large, large) <= _NEAR * left else InputSplit(limit)
 
 
 def _rounded_as_inputs(rows: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -135,7 +135,14 @@ class OtherSizes:
         """Return whether program and model agree at input sizes that violate ``relation``; ``False`` if unknown."""
         if not names_in(relation) <= self.sizes.keys():
             return False
-        tried = list(itertools.islice(_breaking(relation, self.sizes), _TRIES))
+        near = (  # each differs in one size from the example inputs
+            {**self.sizes, name: size}
+            for name in sorted(names_in(relation))
+            for step in range(1, 2 * self.sizes[name] + 4)
+            for size in (self.sizes[name] - step, self.sizes[name] + step)
+            if size > 1
+        )
+        tried = list(itertools.islice((sizes for sizes in near if not holds(relation, sizes)), _TRIES))
         return bool(tried) and all(map(self._same, tried))
 
     @functools.cached_property
@@ -171,7 +178,6 @@ class OtherSizes:
 
 
 def sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, int]:
-    """Return the dynamic input sizes of a test case, by the names of the sizes in the signature."""
     inputs = example.of_call(case.args, case.kwargs)
     leaves = dict(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
     return {
@@ -179,11 +185,3 @@ def sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, in
         for name, (given, axis) in place_of_sizes(signature).items()
         if isinstance(leaves.get(given), torch.Tensor) and axis < leaves[given].ndim
     }
-
-
-def _breaking(relation: Expression, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield input sizes that violate a relation and differ in one size from the example inputs."""
-    for name in sorted(names_in(relation)):
-        own = sizes[name]
-        near = (size for step in range(1, 2 * own + 4) for size in (own - step, own + step) if size > 1)
-        yield from (other for size in near if not holds(relation, other := {**sizes, name: size}))

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from ...trace.onnx_repairs import ir
-from .rewrite.graph import Nodes
+from .rewrite.graph import Nodes, attribute
 from .weights import WeightGrid, find_grid, pairs, unmap
 
 
@@ -32,7 +32,6 @@ class StoredMatrix:
 
 
 def new_value(graph: Any, name: str, tensor: Any) -> Any:
-    """Add an initializer to an ONNX graph, and return its value."""
     value = ir.Value(name=name, const_value=tensor)
     value.shape, value.type = tensor.shape, ir.TensorType(tensor.dtype)
     graph.register_initializer(value)
@@ -50,6 +49,35 @@ def replace_product(node: Any, product: ir.Value, made: Nodes) -> None:
     ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [found])
     if before is not None and not before.outputs[0].uses():
         before.graph.remove(before, safe=True)
+
+
+def is_in_main_graph(value: Any, graph: Any) -> bool:
+    """Return whether a node outside of loops and branches computes a value, which can then be an output of the file."""
+    return value.producer() is not None and value.producer().graph is graph
+
+
+def products_of(model: Any, block_size: int) -> list[tuple[Any, tuple[Any, bool]]]:
+    """Return the matrix products to quantize, with the weight of each product and whether the weight is transposed."""
+    found = []
+    for node in model.graph.all_nodes():
+        if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
+            continue
+        value, transposed = node.inputs[1], False
+        if node.op_type == "Gemm":
+            factors = {attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)}
+            if factors != {1.0} or attribute(node, "transA", 0):
+                continue
+            transposed = bool(attribute(node, "transB", 0))
+        before = value.producer()
+        if before is not None and before.op_type == "Transpose" and list(attribute(before, "perm", [1, 0])) == [1, 0]:
+            value, transposed = before.inputs[0], not transposed
+        tensor = value.const_value
+        if not value.is_initializer() or tensor is None or len(tensor.shape) != 2:
+            continue
+        # quantizing less than one block, such as a gate or a classification head, saves nothing
+        if min(tensor.shape) >= block_size and tensor.dtype.name in ("FLOAT", "FLOAT16"):
+            found.append((node, (value, transposed)))
+    return found
 
 
 def take_rows(node: Any, stored: StoredMatrix) -> None:

@@ -103,7 +103,6 @@ def write_weights(model: ir.Model, path: pathlib.Path) -> None:
 
 
 def unmap(tensor: ir.TensorProtocol) -> None:
-    """Release the memory pages of a memory-mapped tensor."""
     if hasattr(tensor, "release"):
         with contextlib.suppress(BufferError):  # an array still refers to the pages
             tensor.release()

@@ -323,7 +323,6 @@ class Yardstick:
 
     @staticmethod
     def why_not(module: torch.nn.Module) -> str:
-        """Return why rounding errors cannot be measured; ``""`` if they can be measured."""
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return "its weights are not in memory"
         is_small = 2 * weight_bytes(module) < memory_available() // 2

@@ -87,8 +87,19 @@ def with_buffers(
         counter = graph.placeholder("seen")
     with graph.inserting_after(counter):
         past = graph.call_function(aten.sym_size.int, (counter, 0))
-    for name in kept:
-        _write_in_place(graph, nodes[name], cats[name], past)
+    for name in kept:  # instead of a concatenation with new tokens, write into the cache in place, and read the cache
+        for user in list(nodes[name].users):
+            if user.target is aten.sym_size.int and user.args[1] == 2:
+                user.replace_all_uses_with(past)
+                graph.erase_node(user)
+        joint: Any = cats[name]
+        with graph.inserting_before(joint):
+            new = joint.args[0][1]
+            total = graph.call_function(operator.add, (past, graph.call_function(aten.sym_size.int, (new, 2))))
+            place = graph.call_function(aten.slice.Tensor, (nodes[name], 2, past, total))
+            graph.call_function(aten.copy_.default, (place, new))
+            both = graph.call_function(aten.slice.Tensor, (nodes[name], 2, 0, total))
+        joint.replace_all_uses_with(both, delete_user_cb=lambda user: user.op != "output")
     others = [name for name in outputs if name not in {presents[one] for one in kept}]
     last.args = (tuple(returned[name] for name in others),)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or node.target is aten.copy_.default)
@@ -100,29 +111,11 @@ def with_buffers(
         rows, heads, _, size = example[name].shape
         example[name] = example[name].new_zeros(rows, heads, 4 * filled + 16, size)
     shapes = [{axis: Dim.AUTO for axis, size in enumerate(sizes[name]) if not isinstance(size, int)} for name in inputs]
-    # the capacity of a buffer varies
-    shapes = [{**of, 2: Dim.AUTO} if name in kept else of for name, of in zip(inputs, shapes, strict=True)]
     given, dynamic = [*example.values(), torch.zeros(filled, dtype=torch.uint8)], [*shapes, {0: Dim.AUTO}]
     made = torch.export.export(
         Flat(flat), (given,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
     )
     return made, kept
-
-
-def _write_in_place(graph: torch.fx.Graph, buffer: torch.fx.Node, cat: torch.fx.Node, past: torch.fx.Node) -> None:
-    """Replace a concatenation with new tokens by a write into the cache in place and a read of the cache."""
-    for user in list(buffer.users):
-        if user.target is aten.sym_size.int and user.args[1] == 2:
-            user.replace_all_uses_with(past)
-            graph.erase_node(user)
-    parts: Any = cat.args[0]
-    new = parts[1]
-    with graph.inserting_before(cat):
-        total = graph.call_function(operator.add, (past, graph.call_function(aten.sym_size.int, (new, 2))))
-        place = graph.call_function(aten.slice.Tensor, (buffer, 2, past, total))
-        graph.call_function(aten.copy_.default, (place, new))
-        both = graph.call_function(aten.slice.Tensor, (buffer, 2, 0, total))
-    cat.replace_all_uses_with(both, delete_user_cb=lambda user: user.op != "output")
 
 
 def transposed_weights(program: ExportedProgram) -> ExportedProgram:

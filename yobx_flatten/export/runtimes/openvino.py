@@ -22,7 +22,7 @@ from ..example import Example
 from ..flat_program import quietly, signature_of
 from ..onnx.attempts import ATTENTION_OPSET
 from ..onnx.file import UnprovenFile, convert
-from ..onnx.weights import WeightGrid, find_grid
+from ..onnx.weights import find_grid
 from ..proof.report import ExportReport
 from ..quantization import Quantization, nothing_kept, remark_of_kept
 from ..traced import Traced
@@ -189,7 +189,17 @@ def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
         grid = find_grid(numpy.ascontiguousarray(node.data.T) if turned else node.data)
         if grid is None or grid.lowest is not None:
             continue
-        stored = _decompressed(openvino, grid)
+        # nodes `(integers - zeros) * scales`, which OpenVINO fuses with a matrix product
+        packed, kind = grid.packed(), getattr(openvino.Type, f"{'i' if grid.zeros is None else 'u'}{grid.bits}")
+        if grid.zeros is None:  # converts unsigned integers around the middle to signed integers
+            packed = packed ^ numpy.uint8(0x88 if grid.bits == 4 else 0x80)
+        tensor = openvino.Tensor(kind, openvino.Shape(grid.numbers.shape))  # memory that the constant keeps alive
+        tensor.data.reshape(-1)[:] = packed.reshape(-1)
+        numbers = operators.convert(openvino.op.Constant(tensor), "f32")
+        if grid.zeros is not None:
+            numbers = operators.subtract(numbers, operators.constant(grid.zeros[..., None].astype(numpy.float32)))
+        scaled = operators.multiply(numbers, operators.constant(grid.scales[..., None].astype(numpy.float32)))
+        stored = operators.reshape(scaled, operators.constant(numpy.array([len(grid.numbers), -1])), False)
         for target, reader in zip(node.output(0).get_target_inputs(), readers, strict=True):
             if not turned:
                 target.replace_source_output(stored.output(0))
@@ -209,24 +219,6 @@ def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
     report.remark(remark_of_kept(kept))
 
 
-def _decompressed(openvino: Any, grid: WeightGrid) -> Any:
-    """Return nodes ``(integers - zeros) * scales``, which OpenVINO fuses with a matrix product."""
-    import numpy
-    from openvino import opset13 as operators
-
-    packed, rows = grid.packed(), len(grid.numbers)
-    kind = getattr(openvino.Type, f"{'i' if grid.zeros is None else 'u'}{grid.bits}")
-    if grid.zeros is None:  # converts unsigned integers around the middle to signed integers
-        packed = packed ^ numpy.uint8(0x88 if grid.bits == 4 else 0x80)
-    tensor = openvino.Tensor(kind, openvino.Shape(grid.numbers.shape))  # memory that the constant keeps alive
-    tensor.data.reshape(-1)[:] = packed.reshape(-1)
-    found = operators.convert(openvino.op.Constant(tensor), "f32")
-    if grid.zeros is not None:
-        found = operators.subtract(found, operators.constant(grid.zeros[..., None].astype(numpy.float32)))
-    scaled = operators.multiply(found, operators.constant(grid.scales[..., None].astype(numpy.float32)))
-    return operators.reshape(scaled, operators.constant(numpy.array([rows, -1])), False)
-
-
 # Quantize weights with the tools of a runtime: NNCF for OpenVINO, torchao for ExecuTorch.
 #
 #     OpenVINO      file in float ──> nncf.compress_weights ──> file      int4 in blocks, embeddings and the last
@@ -241,7 +233,6 @@ def blocks_of(quantization: Quantization) -> int:
 
 
 def quantize(path: pathlib.Path, quantization: Quantization, report: ExportReport) -> None:
-    """Replace an OpenVINO file by a file with quantized weights."""
     if quantization.weights == "keep":
         keep_in_openvino(path, report)
         return

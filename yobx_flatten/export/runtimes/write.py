@@ -43,7 +43,7 @@ from ..example import Example, make_example
 from ..model_facts import ModelFacts, memory_available
 from ..onnx.attempts import write_proven
 from ..onnx.file import UnprovenFile, unproven_file
-from ..onnx.quantized import quantize_file
+from ..onnx.quantized import FileQuantizer
 from ..proof.eager_runs import Case, clone, written_parameters
 from ..proof.quality import Quality
 from ..proof.replay import ByName, InPlace, Side
@@ -232,7 +232,6 @@ def check_kernels(types: Iterable[str], caller: str) -> None:
 
 
 def write_for(source: Source, options: FileOptions) -> ExportReport:
-    """Write a traced program as a file for a runtime, compare the file with the module, and return a report."""
     suffix = RUNTIMES[options.runtime][0]
     if options.path.suffix != suffix:
         raise InvalidArgumentError(f"{options.caller} writes files with the suffix {suffix}, not {options.path}.")
@@ -371,7 +370,7 @@ def _onnx(job: _Job) -> None:
     how: dict[str, Any] = {"share": options.optimize is not None, "translations": options.translations}
     if source.cases:
         write_proven(file, source, report, options.opset_version, **how)
-        job.quantize(lambda asked: quantize_file(file, asked, source, report))
+        job.quantize(lambda asked: FileQuantizer(file, asked, source, report).run())
         if asked is None or report.quality is None:
             return
         for adapter in source.adapters:

@@ -208,31 +208,30 @@ SWAP = (0, 2, 1, 3)
 
 def put_tokens_first(model: ir.Model) -> None:
     """Make ``Attention`` nodes take inputs (batch, tokens, heads * size) if this removes transposes around them."""
-    changed = [_put_tokens_first(node) for node in list(model.graph) if node.op_type == "Attention"]
-    if any(changed):
+    changed = False
+    for node in list(model.graph):
+        if node.op_type != "Attention" or node.domain != "" or "q_num_heads" in node.attributes:
+            continue
+        made = Nodes()
+        sizes = [found for value in node.inputs[:3] if (found := heads_of(value)) is not None]
+        if len(sizes) < 3:
+            continue
+        (heads, _), (keys, _), (_, size) = sizes
+        # queries, keys and values must have the same layout
+        taken = [first for place in range(3) if (first := tokens_first(input_of(node, place), made)) is not None]
+        if len(taken) < 3:
+            continue
+        settings = {**node.attributes, "q_num_heads": heads, "kv_num_heads": keys}
+        inputs = [*taken, *node.inputs[3:]]
+        fused = ir.node("Attention", inputs, settings, num_outputs=len(node.outputs), name=node.name)
+        # last, since this call changes the readers
+        if heads_first(node.outputs[0], fused.outputs[0], heads * size):
+            for old, new in zip(node.outputs[1:], fused.outputs[1:], strict=True):
+                replace_value(old, new)
+            insert_before(node, [*made, fused])
+            changed = True
+    if changed:
         passes.RemoveUnusedNodesPass()(model)
-
-
-def _put_tokens_first(node: ir.Node) -> bool:
-    sizes = [found for value in node.inputs[:3] if (found := heads_of(value)) is not None]
-    if node.domain != "" or len(sizes) < 3 or "q_num_heads" in node.attributes:
-        return False
-    (heads, _), (keys, _), (_, size) = sizes
-    made = Nodes()
-    # queries, keys and values must have the same layout
-    taken = [first for place in range(3) if (first := tokens_first(input_of(node, place), made)) is not None]
-    if len(taken) < 3:
-        return False
-    settings = {**node.attributes, "q_num_heads": heads, "kv_num_heads": keys}
-    inputs = [*taken, *node.inputs[3:]]
-    fused = ir.node("Attention", inputs, settings, num_outputs=len(node.outputs), name=node.name)
-    # last, since this call changes the readers
-    if not heads_first(node.outputs[0], fused.outputs[0], heads * size):
-        return False
-    for old, new in zip(node.outputs[1:], fused.outputs[1:], strict=True):
-        replace_value(old, new)
-    insert_before(node, [*made, fused])
-    return True
 
 
 def heads_of(value: ir.Value | None) -> tuple[int, int] | None:

@@ -24,7 +24,6 @@ class Nodes(list["ir.Node"]):
     def add(
         self, op_type: str, *inputs: ir.Value | None, domain: str = "", name: str | None = None, **attributes: Any
     ) -> ir.Value:
-        """Append a node with one output; return the output."""
         self.append(ir.node(op_type, inputs, attributes, domain=domain, name=name))
         return self[-1].outputs[0]
 

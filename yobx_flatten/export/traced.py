@@ -175,12 +175,11 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
 def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
     """Name inputs and outputs of a program, and copy buffers and parameters that the program writes to."""
     module, signature = example.module, program.graph_signature
+    # paths become relative to their package: a published file must not show the folders of its author
     for part in program.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             origin = node.meta.get("stack_trace")
-            if isinstance(
-                origin, str
-            ):  # relative paths, since a published file must not show the folders of its author
+            if isinstance(origin, str):
                 files = r'(?<=File ")[^"]+(?=", line )'
                 node.meta["stack_trace"] = re.sub(files, lambda path: _relative(path[0]), origin)
     for spec in program.call_spec:

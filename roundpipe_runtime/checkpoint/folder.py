@@ -116,7 +116,6 @@ def _digest(path: pathlib.Path) -> str:
 
 
 _NAME = re.compile(r"checkpoint-(\d{8,})")
-_HELD = ".writing"
 _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(writing|leaving)")
 
 
@@ -189,7 +188,7 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
             raise CheckpointError(f'{file} is a file. Checkpoints need a folder:\n    save_checkpoint("{path}", model)')
         folder.mkdir(parents=True, exist_ok=True)
         flush_folder(folder.parent)
-    let_go = hold(folder / _HELD)
+    let_go = hold(folder / ".writing")
     if let_go is None:
         raise CheckpointError(
             f"Another process is writing a checkpoint into {folder}. Give each training its own folder."

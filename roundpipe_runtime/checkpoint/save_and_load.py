@@ -82,8 +82,7 @@ class Checkpoint:
         Raises:
             OSError: the checkpoint could not be written.
         """
-        if self._writing is not None:
-            _finish(self.path.parent, self._writing)
+        _finish(self.path.parent, self._writing)
         return self
 
 
@@ -147,12 +146,12 @@ def save_checkpoint(
                 "    save_checkpoint(folder, model, optimizer=optimizer, is_async=False)"
             )
     home = pathlib.Path(folder).absolute()
-    _finish_writing(home)
+    _finish(home, _PENDING.get(home))
     ranks = ranks_of(model, model_state.optimizer_targets(model))
-    objects = _objects(optimizer, scheduler, scaler)
+    objects = training_state.TrainingObjects(_as_list(optimizer), _as_list(scheduler), scaler)
     state = ranks.together(lambda: training_state.collect_state(model, objects, data or {}, copy=is_async))
     with _WRITING:
-        _finish_writing(home)
+        _finish(home, _PENDING.get(home))
         with contextlib.ExitStack() as held:
 
             def begin() -> pathlib.Path:
@@ -197,15 +196,6 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     return [Checkpoint(path) for path in folders.checkpoints_in(pathlib.Path(folder).absolute())]
 
 
-def _finish_writing(folder: pathlib.Path) -> None:
-    if (writing := _PENDING.get(folder)) is not None:
-        _finish(folder, writing)
-
-
-def _objects(optimizer: Any, scheduler: Any, scaler: Any) -> training_state.TrainingObjects:
-    return training_state.TrainingObjects(_as_list(optimizer), _as_list(scheduler), scaler)
-
-
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
@@ -229,8 +219,10 @@ def _write(
         ranks.on_first(lambda: folders.remove_old(path.parent, keep))
 
 
-def _finish(folder: pathlib.Path, writing: Future[None]) -> None:
+def _finish(folder: pathlib.Path, writing: Future[None] | None) -> None:
     """Wait for a background save and raise its error, which later calls do not raise again."""
+    if writing is None:
+        return
     try:
         wait_for(writing)
     finally:
@@ -284,7 +276,7 @@ def load_checkpoint(
     """
     need_safetensors()
     home = pathlib.Path(folder).absolute()
-    _finish_writing(home)
+    _finish(home, _PENDING.get(home))
     targets = model_state.optimizer_targets(model)
     ranks = ranks_of(model, targets)
     path: pathlib.Path | None = home
@@ -309,7 +301,10 @@ def load_checkpoint(
                 warn(f"A checkpoint is damaged, so the previous one is tried. {damage}", CheckpointWarning)
         if path is None and errors:
             raise DamagedCheckpointError("All checkpoints are damaged:\n    " + "\n    ".join(errors))
-    return None if path is None else _restore(path, model, _objects(optimizer, scheduler, scaler), ranks)
+    if path is None:
+        return None
+    objects = training_state.TrainingObjects(_as_list(optimizer), _as_list(scheduler), scaler)
+    return _restore(path, model, objects, ranks)
 
 
 def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
@@ -377,10 +372,12 @@ def _read(
         tensors = training_state.read_weights(path, files, dict(model.named_parameters()))
         model_state.check_model(model, stored["model"], tensors, goes_on=bool(parts.optimizers))
         model_state.check_progress(model, stored["progress"])
+        # the state of a scaler may be a list
+        scalers = [[] if one is None else [one] for one in (parts.scaler, stored["scaler"])]
         kinds: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
             "optimizer": (parts.optimizers, stored["optimizers"]),
             "scheduler": (parts.schedulers, stored["schedulers"]),
-            "scaler": (_at_most_one(parts.scaler), _at_most_one(stored["scaler"])),
+            "scaler": (scalers[0], scalers[1]),
         }
         for kind, (given, there) in kinds.items():
             if given and len(given) != len(there):
@@ -395,10 +392,6 @@ def _read(
         for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
             training_state.check_optimizer(optimizer, state, targets)
     return stored, tensors
-
-
-def _at_most_one(value: Any) -> list[Any]:
-    return [] if value is None else [value]  # the state of a scaler may be a list
 
 
 def _undo_of(part: Any) -> Callable[[], None]:

@@ -106,22 +106,6 @@ def read_weights(
     return {name: cut_like(tensor, targets.get(name, tensor)) for name, tensor in found.items()}
 
 
-def _places(stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the parameter to which each stored tensor belongs, by the name of the stored tensor."""
-    progress = stored.get("progress", stored)  # a Trainer stores only the progress
-    tables = [progress.get("masters", {}), progress.get("gradients", {})]
-    tables = [{name: {"": value} for name, value in table.items()} for table in tables]
-    tables += [optimizer["state"] for optimizer in stored.get("optimizers", [])]
-    return {
-        value["$tensor"]: targets[name]
-        for table in tables
-        for name, values in table.items()
-        if name in targets and isinstance(values, dict)
-        for value in values.values()
-        if isinstance(value, dict) and "$tensor" in value
-    }
-
-
 def _references(stored: Any) -> Iterator[str]:
     """Yield the names of the tensors to which a nested stored value refers."""
     if isinstance(stored, dict):
@@ -166,7 +150,19 @@ def read_values(
     # are read as shards. Default: everything is whole.
     stored = read_document(folder / f"{stem}.json", dict[str, Any], failure=DamagedCheckpointError)
     wanted = {key: stored[key] for key in (stored if only is None else only)}
-    places = _places(wanted, targets or {})
+    # the parameter to which each stored tensor belongs, by the name of the stored tensor
+    progress = wanted.get("progress", wanted)  # a Trainer stores only the progress
+    tables = [progress.get("masters", {}), progress.get("gradients", {})]
+    tables = [{name: {"": value} for name, value in table.items()} for table in tables]
+    tables += [optimizer["state"] for optimizer in wanted.get("optimizers", [])]
+    places = {
+        value["$tensor"]: targets[name]
+        for table in tables
+        for name, values in table.items()
+        if targets and name in targets and isinstance(values, dict)
+        for value in values.values()
+        if isinstance(value, dict) and "$tensor" in value
+    }
     with open_tensors(folder, stem) as tensors:
         read = {**tensors, **read_shards(folder, set(_references(wanted)).__contains__, places)}
         read.update({name: cut_like(read[name], target) for name, target in places.items() if name in read})

@@ -123,7 +123,7 @@ class ShardedStore(RankStore):
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
         """Load master weights by name of the parameter: ``DTensor``s from :meth:`masters`, or whole tensors."""
         for name, parameter in self.model.named_parameters():
-            if name in masters and self._dtype(parameter) != parameter.dtype:
+            if name in masters and self.gradient_dtype(parameter) != parameter.dtype:
                 self._target(name, parameter)
                 self._shards[name].set(parameter, self._loaded(parameter, masters[name]))
 

@@ -214,23 +214,19 @@ def _joined(name: str, column: Sequence[Any], pictures: _Pictures = _Pictures())
         return type(present[0])(_joined(f"an item of {name}", items, pictures) for items in zip(*present, strict=True))
     if all(isinstance(value, torch.Tensor) and value.dim() for value in present):
         # a tensor that is equal for different pictures belongs to the model, not to the pictures
-        is_table = not pictures.are_alike and _are_equal([[value] for value in present])
-        return present[0] if is_table else _concatenated(name, present, pictures.counts)
+        if not pictures.are_alike and _are_equal([[value] for value in present]):
+            return present[0]
+        shapes = [tuple(tensor.shape) for tensor in present]
+        apart = [axis for axis, found in enumerate(zip(*shapes, strict=False)) if len(set(found)) > 1]
+        # with one picture per microbatch, shapes do not show the axis; axis 0 counts pictures in most models
+        is_one_sequence = {shape[0] for shape in shapes} == {1} and max(pictures.counts, default=0) > 1
+        if len(apart) > 1 or (is_one_sequence and len(shapes[0]) > 3):
+            raise JoinError(
+                f"{name!r} of pictures: tensors of shapes {shapes} cannot be concatenated. Join outputs by a function:"
+                "\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+            )
+        return torch.cat(present, dim=apart[0] if apart else int(is_one_sequence))
     return join(present, [None] * len(present))
-
-
-def _concatenated(name: str, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    apart = [axis for axis, found in enumerate(zip(*shapes, strict=False)) if len(set(found)) > 1]
-    # with one picture per microbatch, shapes do not show the axis; axis 0 counts pictures in most models
-    is_one_sequence = {shape[0] for shape in shapes} == {1} and max(counts, default=0) > 1
-    axis = apart[0] if apart else int(is_one_sequence)
-    if len(apart) > 1 or (is_one_sequence and len(shapes[0]) > 3):
-        raise JoinError(
-            f"{name!r} of pictures: tensors of shapes {shapes} cannot be concatenated. Join outputs by a function:\n"
-            "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
-        )
-    return torch.cat(list(tensors), dim=axis)
 
 
 SplitFunction = Callable[[Any, Kwargs, int], tuple[list[Any], list[Any]]]

@@ -33,7 +33,6 @@ class CutModel(RoundPipe):
     """A pipeline of a split Hugging Face model, which decides how the loss of each batch is computed."""
 
     _rp_cut: Cut
-    _rp_warned_of_packed = False
     _rp_warned_of: frozenset[str] = frozenset()
 
     def __init__(self, made: Cut, **options: Any) -> None:
@@ -195,8 +194,11 @@ class CutModel(RoundPipe):
             f"{proof.reason.rstrip('.')}. So {how}, and the loss is that of the whole batch.",
         )
 
-    def _rp_checked(self, kwargs: Mapping[str, Any]) -> Kwargs:
-        """Refuse arguments that cannot be split into rows, and name a KV cache as the model's forward does."""
+    def _rp_prepared(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
+    ) -> tuple[Kwargs, RoundPipeRunConfig]:
+        """Return keyword arguments with `CallOptions`, and a configuration that splits inputs and merges outputs."""
+        model = self.cut.model
         if kwargs.get("adapter_names") is not None:  # PEFT selects adapters by hooks on layers
             raise ConfigError(
                 "adapter_names: rows of one batch cannot use different adapters in a pipeline. Call once per adapter:\n"
@@ -210,25 +212,17 @@ class CutModel(RoundPipe):
                 "Pass an attention_mask instead, or concatenate the rows to one row:\n    DataCollatorWithFlattening()"
             )
         # otherwise the model's forward would warn in each phase and microbatch, at a line of this package
-        inner = model_inside(self.cut.model)
+        inner = model_inside(model)
         renamed = named_for(inner.forward, dict(kwargs))
-        given, wanted = name_in(kwargs), name_in(renamed)
-        if given != wanted:
+        if (before := name_in(kwargs)) != (wanted := name_in(renamed)):
             kind = type(inner).__name__
-            warn(f"{kind} calls its cache `{wanted}`. Use `{wanted}` instead of `{given}`.", FutureWarning)
-        return renamed
-
-    def _rp_prepared(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
-    ) -> tuple[Kwargs, RoundPipeRunConfig]:
-        """Return keyword arguments with `CallOptions`, and a configuration that splits inputs and merges outputs."""
-        model = self.cut.model
-        prepared = plain_rows(without_cache(model, self._rp_checked(kwargs)))
+            warn(f"{kind} calls its cache `{wanted}`. Use `{wanted}` instead of `{before}`.", FutureWarning)
+        prepared = plain_rows(without_cache(model, renamed))
         if asked_for(model, prepared) != "none":
             install_hooks(model)
         self._rp_read_model()  # after hooks are installed, which copies share
-        if not self._rp_warned_of_packed and batches.is_packed(prepared):
-            self._rp_warned_of_packed = True
+        if "packed" not in self._rp_warned_of and batches.is_packed(prepared):
+            self._rp_warned_of |= {"packed"}
             self.synchronize()  # a background step would change weights between two calls
             if batches.keeps_texts_apart(self._rp_cut.model) is False:
                 warn(
@@ -242,8 +236,7 @@ class CutModel(RoundPipe):
             pictures = batches.split_pictures(getattr(model, "config", None), prepared)
             config = dataclasses.replace(config, split_input=batches.split_lists(model, args, prepared, pictures))
         prepared.setdefault(CALL_OPTIONS, CallOptions())
-        wanted = config.merge_output
-        if wanted in (None, True):
+        if config.merge_output in (None, True):
             # the loss of experts is computed from router logits, which a tuple does not name
             as_tuple = has_router_logits(model, prepared) and wants_tuple(model, prepared)
             if as_tuple:
@@ -254,8 +247,9 @@ class CutModel(RoundPipe):
                 return joined.to_tuple() if as_tuple else joined
 
             config = dataclasses.replace(config, merge_output=merge)
-        elif wanted is not False:
-            config = dataclasses.replace(config, merge_output=functools.partial(batches.merge_as_asked, wanted))
+        elif config.merge_output is not False:
+            merge_as_asked = functools.partial(batches.merge_as_asked, config.merge_output)
+            config = dataclasses.replace(config, merge_output=merge_as_asked)
         return prepared, config
 
     def _rp_with_cache(self, kwargs: Kwargs, config: RoundPipeRunConfig) -> tuple[Kwargs, RoundPipeRunConfig]:

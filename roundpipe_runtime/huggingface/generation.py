@@ -103,11 +103,6 @@ class GenerationPath:
                     self.close()
             return self.model.forward(**kwargs) if self._pipeline is None else self._pipeline.forward(**kwargs)
 
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the pipeline was tried and rejected, so that the model runs on the host."""
-        return self._tried and self._pipeline is None
-
     def close(self) -> None:
         if self._pipeline is not None:
             self._pipeline.close()

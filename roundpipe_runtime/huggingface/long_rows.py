@@ -90,7 +90,18 @@ class LongRows:
         _attentions().register(self._name, self._attention)
         try:
             self._inner.set_attn_implementation(self._name)  # type: ignore[operator] # as above
-            self._prove(model, expected)
+            logits, loss = _run(model, self.cut(self._example()))
+            length = logits.shape[1]
+            own = expected[0][:, self._exchange.rank * length :][:, :length]
+            total = self._exchange.swap(loss.double().expand(size).clone()).sum()
+            for name, found, wanted in (("logits", logits, own), ("loss", total, expected[1])):
+                difference = relative_difference(wanted.double(), found.double())
+                if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
+                    raise ConfigError(
+                        f"{type(model).__name__} computes a different {name} for rows that are split along their "
+                        f"tokens (difference {difference:.1e}): it mixes tokens in more than its attention, or has its "
+                        "own loss. Train it with wrap_model_to_roundpipe."
+                    )
             self._pipeline = wrap_model_to_roundpipe(
                 model, mesh=mesh, **{"example": self.cut(self._example()), **options}
             )
@@ -224,21 +235,6 @@ class LongRows:
         labels = tokens.clone()
         labels[0, 1] = _IGNORED
         return {"input_ids": tokens, "labels": labels}
-
-    def _prove(self, model: nn.Module, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Raise an error if the logits or the loss of split rows differ from those of unsplit rows."""
-        logits, loss = _run(model, self.cut(self._example()))
-        length = logits.shape[1]
-        own = expected[0][:, self._exchange.rank * length :][:, :length]
-        total = self._exchange.swap(loss.double().expand(self._exchange.size).clone()).sum()
-        for name, found, wanted in (("logits", logits, own), ("loss", total, expected[1])):
-            difference = relative_difference(wanted.double(), found.double())
-            if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
-                raise ConfigError(
-                    f"{type(model).__name__} computes a different {name} for rows that are split along their tokens "
-                    f"(difference {difference:.1e}): it mixes tokens in more than its attention, or has its own loss. "
-                    "Train it with wrap_model_to_roundpipe."
-                )
 
 
 def _attentions() -> Any:

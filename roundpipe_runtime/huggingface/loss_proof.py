@@ -285,7 +285,11 @@ class LossWays:
         known: LossProof | None,
     ) -> LossProof:
         others, given = split_options(of_batch)
-        made, rows, nbytes = self._made, [*map(_rows_of, (trial.whole, *trial.parts))], 0
+        made, rows, nbytes = self._made, list[SomeRows](), 0
+        for microbatch in (trial.whole, *trial.parts):
+            args, kwargs = call_of(microbatch)
+            label = pytree.tree_unflatten(microbatch.labels, microbatch.label_spec)
+            rows.append(SomeRows(args, split_options(kwargs)[0], microbatch.rows or 0, label))
         tail = Tail(made, given or CallOptions(), others, function)
         if not made.report.is_whole:
             states, shown = self._rows.some_states(trial, config)
@@ -340,7 +344,14 @@ class Tail:
         # rows: all rows at once, then the same rows in consecutive parts
         # known: an earlier proof of this kind of call, whose weights must match again
         otherwise: Literal["whole", "joined"] = "whole" if rows[0].state is None else "joined"
-        roles = self._roles(rows[0])
+        roles: dict[str, Role] = {}
+        labels = label_names(self._model)
+        for name, value in sorted(rows[0].kwargs.items()):
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows[0].count:
+                if name in labels and value.dtype != torch.bool:
+                    roles[name] = "label"
+                elif value.dim() > 1 and bool(((value == 0) | (value == 1)).all()):
+                    roles[name] = "mask"
         keys = [] if rows[0].state is None else list(rows[0].state.values)
         leaves = [
             [*(one.kwargs[name] for name in roles), *(one.state.values[key] for key in keys if one.state is not None)]
@@ -381,17 +392,6 @@ class Tail:
         # if the loss is a share, the items are those of the batch
         return LossProof("items" if found.way == "sum" and is_share else found.way, compared=found.compared)
 
-    def _roles(self, rows: SomeRows) -> dict[str, Role]:
-        found: dict[str, Role] = {}
-        labels = label_names(self._model)
-        for name, value in sorted(rows.kwargs.items()):
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows.count:
-                if name in labels and value.dtype != torch.bool:
-                    found[name] = "label"
-                elif value.dim() > 1 and bool(((value == 0) | (value == 1)).all()):
-                    found[name] = "mask"
-        return found
-
     def _loss(self, rows: SomeRows, values: dict[Key, torch.Tensor], *, seed: int) -> tuple[Part | None, bool]:
         """Return the loss of some rows (``None`` if there is no loss), and whether random numbers were drawn."""
         # values: outputs of the layers
@@ -416,12 +416,6 @@ class Tail:
         if found.kind == "sequence":
             raise ValueError("it returns several losses")
         return Part(found.tensors, rows.count, count if 0 <= count < float("inf") else None, found.weight), has_drawn
-
-
-def _rows_of(microbatch: FlatMicrobatch) -> SomeRows:
-    args, kwargs = call_of(microbatch)
-    label = pytree.tree_unflatten(microbatch.labels, microbatch.label_spec)
-    return SomeRows(args, split_options(kwargs)[0], microbatch.rows or 0, label)
 
 
 @contextlib.contextmanager

@@ -60,8 +60,8 @@ class DiskStore(ParameterStore):
                     'RoundPipe(model, host="memory")'
                 )
             own = _paged(parameter.nbytes) if can_move and not memory.holds(parameter) else 0
-            wide = _paged(parameter.numel() * self._dtype(parameter).itemsize) if parameter.requires_grad else 0
-            needed += own + (1 if self._dtype(parameter) == parameter.dtype else 2) * wide
+            wide = _paged(parameter.numel() * self.gradient_dtype(parameter).itemsize) if parameter.requires_grad else 0
+            needed += own + (1 if self.gradient_dtype(parameter) == parameter.dtype else 2) * wide
         memory.reserve(needed)
         self._move()
         memory.acquire()

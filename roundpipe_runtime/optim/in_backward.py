@@ -56,11 +56,6 @@ class InBackwardStore(ParameterStore):
     def _note_called(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._not_called.discard(optimizer)
 
-    @property
-    def is_stepping(self) -> bool:
-        """Whether a forward and backward is in progress in which optimizers update layers."""
-        return self._current is not None
-
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
         """Return the reason why gradients of ``parameters`` cannot be clipped, or ``None`` if they can be clipped."""
         held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -159,7 +154,8 @@ class InBackwardStore(ParameterStore):
     def end_run(self) -> None:
         steps, self._current = self._current, None
         if steps is not None:
-            steps.finish()
+            for parts in steps.parts:
+                parts.finish()
             count_step()
             self._stepped.clear()
             self._not_called = set(self._optimizers)
@@ -192,7 +188,7 @@ class _Steps:
 
     def __init__(self, optimizers: Sequence[Optimizer], contents: Sequence[LayerContents]) -> None:
         self.has_failed = False
-        self._parts = [OptimizerParts(optimizer) for optimizer in optimizers]
+        self.parts = [OptimizerParts(optimizer) for optimizer in optimizers]
         self._own = [{id(p) for g in optimizer.param_groups for p in g["params"]} for optimizer in optimizers]
         self._layers = {layer.index: layer.parameters() for layer in contents}
         self._left = collections.Counter(id(p) for held in self._layers.values() for p in held)
@@ -211,17 +207,13 @@ class _Steps:
         return found
 
     def step(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        for parts, own in zip(self._parts, self._own, strict=True):
+        for parts, own in zip(self.parts, self._own, strict=True):
             mine: dict[torch.Tensor, torch.Tensor] = {p: g for p, g in gradients.items() if id(p) in own}
             parts.give(mine)
             parts.step(set(map(id, mine)))
 
     def stop(self, error: BaseException) -> None:
         self.has_failed = True
-
-    def finish(self) -> None:
-        for parts in self._parts:
-            parts.finish()
 
 
 _STORES: weakref.WeakSet[InBackwardStore] = weakref.WeakSet()
@@ -234,7 +226,7 @@ def _watch_scalers() -> None:
 
     @functools.wraps(plain)
     def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        if self.is_enabled() and any(store.is_stepping for store in list(_STORES)):
+        if self.is_enabled() and any(store._current is not None for store in list(_STORES)):
             raise ConfigError(
                 f'update="in_backward" steps as soon as a gradient is computed, so {type(self).__name__} could not '
                 f"divide gradients by its scale. Train in bfloat16 without a scaler, or:\n    {_IN_PLACE}"

@@ -110,11 +110,12 @@ class ParameterStore:
                 self._masters[name].show(parameter)
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        return self._dtype(parameter)
+        """Return the dtype of the tensor that the optimizer updates, in which gradients are summed."""
+        return self.optim_dtype if self.optim_dtype and parameter.is_floating_point() else parameter.dtype
 
     def dtype_between(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which a gradient is stored between the backward and the optimizer step."""
-        summed = self._dtype(parameter)
+        summed = self.gradient_dtype(parameter)
         return summed if summed == sent_dtype(parameter) else self.kept_dtype or summed
 
     def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
@@ -179,7 +180,7 @@ class ParameterStore:
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
         """Set master weights by parameter name; parameters without a master weight are skipped."""
         for name, parameter in self.model.named_parameters():
-            if name in masters and self._dtype(parameter) != parameter.dtype:
+            if name in masters and self.gradient_dtype(parameter) != parameter.dtype:
                 self._target(name, parameter)
                 self._masters[name].set(parameter, masters[name])
 
@@ -294,9 +295,6 @@ class ParameterStore:
         if self._masters:
             yield from ((name, p) for name, p in self._listed() if name in self._masters)
 
-    def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        return self.optim_dtype if self.optim_dtype and parameter.is_floating_point() else parameter.dtype
-
     def _widen(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             widen([parameter], self.optim_dtype or parameter.dtype)
@@ -308,11 +306,12 @@ class ParameterStore:
         if self.is_in_place:
             self._widen([parameter])
             return parameter
-        if self._dtype(parameter) == parameter.dtype:
+        if self.gradient_dtype(parameter) == parameter.dtype:
             self._masters.pop(name, None)
             return parameter
         if name not in self._masters:
-            dtypes, has_numbers = (self._dtype(parameter), self.dtype_between(parameter)), self.has_numbers_at_hand
+            dtypes = self.gradient_dtype(parameter), self.dtype_between(parameter)
+            has_numbers = self.has_numbers_at_hand
             self._masters[name] = _Master(parameter, *dtypes, self._copier(), has_numbers_at_hand=has_numbers)
         self._masters[name].wake(parameter)
         return self._masters[name].tensor

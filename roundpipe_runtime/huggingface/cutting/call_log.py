@@ -116,23 +116,6 @@ class CallLog(Static):
             self, calls={**self.calls, **calls}, last_use=last_use, needed=self.needed | {*needed}
         )
 
-    def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
-        held = self.captured if captured is None else {**self.captured, place: captured}
-        return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
-
-
-def live(
-    values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, kept: frozenset[Key]
-) -> dict[Key, torch.Tensor]:
-    """Return the tensors that later modules of the pipeline need after layer call number ``place``."""
-    # dropped values are not copied to the next device, and not kept for the backward
-    captured = set().union(*(tree.keys() for tree in call_log.captured.values())) if call_log.captured else frozenset()
-    return {
-        key: value
-        for key, value in values.items()
-        if call_log.last_use.get(key, -1) > place or key in kept or key in captured or key in call_log.needed
-    }
-
 
 def is_box(value: Any) -> bool:
     return isinstance(value, (MutableMapping, MutableSequence))

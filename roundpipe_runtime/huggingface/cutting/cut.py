@@ -204,10 +204,7 @@ def cut(
         allowed = [one for one in called if not any(id(layer) in skip for layer in one.layers.values())]
         # stages for a list with less than a tenth of the largest list's parameters cost more time than they save memory
         large = [one for one in allowed if one.size * 10 >= allowed[0].size]
-        choices = [large] if large else []
-        if len(large) > 1:
-            choices.append(large[:1])
-        for chosen in choices:
+        for chosen in [large, large[:1]][: len(large)]:  # all lists, then the largest one alone
             # a model may raise any error when stubs replace its layers
             attempt = partial(_try, model, chosen, kwargs, check and not is_planned, refused)
             if (made := result_or(attempt, refuse)) is not None:
@@ -227,7 +224,30 @@ def _try(
     model: nn.Module, chosen: Sequence[Candidate], kwargs: Kwargs, check: bool, refused: Sequence[tuple[str, str]]
 ) -> Cut:
     layers = {name: layer for candidate in chosen for name, layer in candidate.layers.items()}
-    program = discover(model, layers, kwargs)
+    with torch.no_grad():
+        calls, _ = observe(layers, lambda: model(**kwargs))
+        if not calls:
+            raise CutError("layers", f"The forward of {type(model).__name__} calls none of {', '.join(layers)}.")
+        inside = {id(module) for layer in layers.values() for module in layer.modules()}
+        embeddings = frozenset(
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding) and id(module) not in inside
+        )
+        program = CutPlan(calls, (), embeddings=embeddings)
+        copies: list[_Copy] = []
+        while not program.ends:
+            try:
+                program = _run(program, model, layers, kwargs, copies)
+            # the trial has shown that a later phase needs the output of an embedding or of a layer
+            except MissingEmbeddingError as missing:
+                program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name})
+                copies = []
+            except MissingValueError as missing:
+                if missing.key in program.keep:
+                    raise CutError("structure", f"{missing}") from missing
+                program = dataclasses.replace(program, keep=program.keep | {missing.key})
+        del copies
     pieces = pieces_of(model, layers, program)
     named = dict(model.named_parameters(remove_duplicate=False))
     sizes = []
@@ -257,34 +277,6 @@ def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: CutPla
 
 # With more phases, a model is better not split, because each phase repeats the code of all earlier phases.
 _MOST_PHASES = 300
-
-
-def discover(model: nn.Module, layers: Mapping[str, nn.Module], kwargs: Kwargs) -> CutPlan:
-    """Find the plan that splits a model at ``layers``, by running its forward with stubs instead of layers."""
-    with torch.no_grad():
-        calls, _ = observe(dict(layers), lambda: model(**kwargs))
-        if not calls:
-            raise CutError("layers", f"The forward of {type(model).__name__} calls none of {', '.join(layers)}.")
-        inside = {id(module) for layer in layers.values() for module in layer.modules()}
-        embeddings = frozenset(
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding) and id(module) not in inside
-        )
-        program = CutPlan(calls, (), embeddings=embeddings)
-        copies: list[_Copy] = []
-        while True:
-            try:
-                return _run(program, model, layers, kwargs, copies)
-            # the trial has shown that a later phase needs the output of an embedding or of a layer
-            except MissingEmbeddingError as missing:
-                program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
-                copies = []
-            except MissingValueError as missing:
-                if missing.key in program.keep:
-                    raise CutError("structure", f"{missing}") from missing
-                program = dataclasses.replace(program, keep=program.keep | {missing.key}, ends=())
-
 
 _Copy: TypeAlias = tuple[nn.Module, set[str]]  # a copy of the model, and names of the parameters that it has read
 

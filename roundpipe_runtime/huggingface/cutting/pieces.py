@@ -31,7 +31,6 @@ from .call_log import (
     box_content,
     fill_box,
     is_box,
-    live,
     tensors_of,
 )
 from .capture import collect_recorded, collected_so_far, collecting, extend_collected
@@ -96,10 +95,11 @@ class Phase(nn.Module):
 
     def advance(self, state: CutState) -> Finished | Paused:
         session = PhaseSession(self.program, state, self.number)
-        args, kwargs = state.call
-        kwargs = {
-            name: session.hand_out(value) if isinstance(value, HeldCache) else value for name, value in kwargs.items()
-        }
+        args, kwargs = state.call[0], dict(state.call[1])
+        for key, value in kwargs.items():
+            if isinstance(value, HeldCache):
+                kwargs[key] = view = value.before()
+                session.held[id(view)] = value
         # The forward runs again from its start, so it must draw the same numbers as in earlier phases. With two phases
         # this matters only if the draws decide which layers run.
         restart_generators()
@@ -124,9 +124,7 @@ class Phase(nn.Module):
         call_log = session.call_log.record(session.calls, needed)
         if self.number == 0:
             call_log = dataclasses.replace(call_log, embedded=session.embedded)
-        kept = self.program.keep | _kept_outputs(call_log, self.program)
-        last_made = max(call_log.results, default=-1)
-        values = live(session.values, call_log, last_made, kept)
+        values = live(session.values, call_log, max(call_log.results, default=-1), self.program)
         return Paused(dataclasses.replace(state, values=values, call_log=call_log), needed)
 
 
@@ -208,33 +206,37 @@ class LayerCall(nn.Module):
         boxes.update((number, box_content(box)) for number, box in used.items())
         # outputs and captured tensors share one numbering, so that a key names one tensor
         result, found = _flattened(out, self.place, 0, self.program)
-        held = None
+        held = state.call_log.captured
         if captured:
-            held, more = _flattened(captured, self.place, len(result.leaves), self.program)
-            found |= more
-        call_log = state.call_log.made(self.place, result, held)
-        kept = self.program.keep | _kept_outputs(call_log, self.program)
-        values = live({**values, **found}, call_log, self.place, kept)
+            tree, more = _flattened(captured, self.place, len(result.leaves), self.program)
+            held, found = {**held, self.place: tree}, found | more
+        results = {**state.call_log.results, self.place: result}
+        call_log = dataclasses.replace(state.call_log, results=results, captured=held)
+        values = live({**values, **found}, call_log, self.place, self.program)
         return dataclasses.replace(state, values=values, boxes=boxes, call_log=call_log), entries_read((args, kwargs))
 
 
-def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
-    """Return keys of layer and embedding outputs that are kept because the model returns them or may read them."""
+def live(
+    values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, program: CutPlan
+) -> dict[Key, torch.Tensor]:
+    """Return the tensors that later modules of the pipeline need after layer call number ``place``."""
+    # dropped values are not copied to the next device, and not kept for the backward
+    kept = program.keep.union(call_log.needed, *(tree.keys() for tree in call_log.captured.values()))
     # some models compare the embedding of an image token with the inputs in a later phase
-    embedded = frozenset(
+    kept |= {
         one.key
         for made in call_log.embedded.values()
         for one in made
         if call_log.keep == "all" or one.shape.numel() == one.shape[-1]
-    )
-    if call_log.keep == "none":
-        return embedded
-    return embedded | frozenset(
-        leaf
-        for place, tree in call_log.results.items()
-        for leaf in tree.leaves
-        if isinstance(leaf, Key) and (call_log.keep == "all" or program.is_extra(place, leaf.leaf))
-    )
+    }
+    if call_log.keep != "none":  # the model returns outputs of layers, or may read them
+        kept |= {
+            leaf
+            for place, tree in call_log.results.items()
+            for leaf in tree.leaves
+            if isinstance(leaf, Key) and (call_log.keep == "all" or program.is_extra(place, leaf.leaf))
+        }
+    return {key: value for key, value in values.items() if call_log.last_use.get(key, -1) > place or key in kept}
 
 
 def _flattened(out: PyTree, place: int, first: int, program: CutPlan) -> tuple[Tree, dict[Key, torch.Tensor]]:
@@ -290,12 +292,6 @@ class PhaseSession:
         self._embeds: dict[str, int] = {}
         self.embedded: dict[str, list[Embedded]] = {}
         self._alive: list[Any] = []  # objects that are known by id, because the id of a deleted object can be reused
-
-    def hand_out(self, held: HeldCache) -> Any:
-        view = held.before()
-        self._alive.append(view)
-        self.held[id(view)] = held
-        return view
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         """Return the output of a layer that has already run; otherwise record the call and return placeholders."""

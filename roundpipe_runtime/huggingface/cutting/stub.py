@@ -98,7 +98,10 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:
-            memo.update((id(value), value) for value in _shared(module))
+            shared = [tensor for held in (module._parameters, module._buffers) for tensor in held.values()]
+            # the dictionaries of hooks are shared, so hooks that are registered or removed later also apply to the copy
+            shared += [value for name, value in module.__dict__.items() if "config" in name or name.endswith(_HOOKS)]
+            memo.update((id(value), value) for value in [*shared, *tensors_held(module)])
     keep_alive = list(memo.values())  # deepcopy looks objects up by id
     try:
         with with_own_forwards(model):  # `generate` of a pipeline may have replaced the forward
@@ -113,14 +116,6 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
         module.__dict__["_rp_embedding"] = name
         module.__class__ = _embedding_class(type(module))  # type: ignore[arg-type] # as above
     return made
-
-
-def _shared(module: nn.Module) -> Iterator[Any]:
-    """Yield the objects that a copy of a module shares with the original module."""
-    yield from (tensor for held in (module._parameters, module._buffers) for tensor in held.values())
-    yield from tensors_held(module)
-    # the dictionaries of hooks are shared, so hooks that are registered or removed later also apply to the copy
-    yield from (value for name, value in module.__dict__.items() if "config" in name or name.endswith(_HOOKS))
 
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:

@@ -102,7 +102,9 @@ class LazyLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _writes(func, kwargs):
+        name = getattr(func, "__name__", "")
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        if is_in_place or name == "__set__" or name == "__setitem__" or name in _IN_PLACE or "out" in kwargs:
             raise NotLazy
         if func in _FORM:
             with DisableTorchFunctionSubclass():
@@ -119,12 +121,6 @@ class LazyLogits(torch.Tensor):
     ) -> Any:
         """Raise `NotLazy`: autograd does not record an ATen operator that is called without ``__torch_function__``."""
         raise NotLazy
-
-
-def _writes(func: Any, kwargs: Kwargs) -> bool:
-    name = getattr(func, "__name__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    return is_in_place or name == "__set__" or name == "__setitem__" or name in _IN_PLACE or "out" in kwargs
 
 
 def _done(values: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
@@ -147,9 +143,10 @@ def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     if func is torch.Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype):
         dtype = args[1]
         return logits.then(lambda values: values.to(dtype))
-    if func in _WITH_NUMBER and len(args) == 2 and args[0] is logits and _is_number(args[1]):
+    if func in _WITH_NUMBER and len(args) == 2 and args[0] is logits:
         number = args[1]
-        return logits.then(lambda values: func(values, number))
+        is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+        return logits.then(lambda values: func(values, number)) if is_number else None
     if func in _RESHAPING and args[0] is logits:
         sizes = args[1:] if isinstance(args[1], int) else tuple(args[1])
         if not sizes or sizes[-1] != logits.head[0].shape[0] or any(type(size) is not int for size in sizes):
@@ -158,10 +155,6 @@ def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     if func is torch.Tensor.__getitem__ and args[0] is logits:
         return _rows(logits, args[1])
     return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _rows(logits: LazyLogits, index: Any) -> LazyLogits | None:
@@ -263,6 +256,4 @@ def without_logits(model: nn.Module, output: PyTree) -> PyTree:
         for name in [name for name, value in output.items() if name.endswith("logits") and is_logits(value)]:
             output[name] = None
         return output
-    if type(output) is tuple:
-        return tuple(None if is_logits(value) else value for value in output)
-    return output
+    return tuple(None if is_logits(value) else value for value in output) if type(output) is tuple else output

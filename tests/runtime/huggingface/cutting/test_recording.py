@@ -1,6 +1,7 @@
 """Record the calls of a model on an example, and stand-ins for layers and values."""
 
 import contextlib
+import dataclasses
 import pickle
 import threading
 import types
@@ -22,9 +23,9 @@ from roundpipe_runtime.huggingface.cutting.call_log import (
     candidates,
     fill_box,
     is_box,
-    live,
 )
-from roundpipe_runtime.huggingface.cutting.cut_plan import begin, device_of
+from roundpipe_runtime.huggingface.cutting.cut_plan import CutPlan, begin, device_of
+from roundpipe_runtime.huggingface.cutting.pieces import live
 from roundpipe_runtime.huggingface.cutting.stub import Key, NeedsValue, Placeholder, copy_with_stubs, running
 from tests.runtime.huggingface.hf_small import Block, Toy, hf_model, tokens
 
@@ -38,9 +39,10 @@ def tree(*leaves):
 def test_values_live_until_their_last_use():
     call_log = CallLog().record({0: CallSpec(tree(A)), 2: CallSpec(tree(B, C))})
     values = {A: torch.ones(1), B: torch.ones(2), C: torch.ones(3), Key(2, 0): torch.ones(4)}
-    assert set(live(values, call_log, 0, frozenset())) == {B, C}
-    assert set(live(values, call_log, 2, frozenset({A}))) == {A}
-    assert set(live(values, call_log.made(2, tree(None), tree(Key(2, 0))), 2, frozenset())) == {Key(2, 0)}
+    assert set(live(values, call_log, 0, CutPlan([], []))) == {B, C}
+    assert set(live(values, call_log, 2, CutPlan([], [], keep=frozenset({A})))) == {A}
+    captured = dataclasses.replace(call_log, results={2: tree(None)}, captured={2: tree(Key(2, 0))})
+    assert set(live(values, captured, 2, CutPlan([], []))) == {Key(2, 0)}
 
 
 def test_boxes_are_what_layers_could_write():

@@ -21,18 +21,7 @@ from ..loss.call_options import run_with_options, split_options
 from ..loss.lazy_logits import weight_of_head
 from ..loss.own_loss import rows_of_call
 from .caches import Entry, HeldCache, MadeCache, entries_read, has_layers, open_caches, swapped, without_caches
-from .call_log import (
-    BoxUse,
-    CallLog,
-    CallSpec,
-    Embedded,
-    EmptyCache,
-    Tree,
-    box_content,
-    fill_box,
-    is_box,
-    tensors_of,
-)
+from .call_log import BoxUse, CallLog, CallSpec, Embedded, EmptyCache, Tree, box_content, fill_box, is_box, tensors_of
 from .capture import collect_recorded, collected_so_far, collecting, extend_collected
 from .cut_plan import CutPlan, CutState, begin, device_of, drops_layers
 from .stub import Key, NeedsValue, Placeholder, first_placeholder, running

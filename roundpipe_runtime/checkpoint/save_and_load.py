@@ -56,8 +56,7 @@ class Checkpoint:
     def __fspath__(self) -> str:
         return str(self.path)
 
-    def __str__(self) -> str:  # transformers' normalized path
-        return str(self.path)
+    __str__ = __fspath__  # transformers' normalized path
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}{'' if self.done else ', being written'})"
@@ -161,7 +160,21 @@ def save_checkpoint(
 
             with noting(_AS_THEY_WERE.format(home)):
                 path = ranks.on_first(begin)
-            write = partial(_write, state, path, keep, max_shard_bytes, ranks)
+
+            def write() -> None:
+                described: dict[str, object] = {}
+                with noting(_AS_THEY_WERE.format(path)):
+                    with contextlib.ExitStack() as stack:
+                        half = folders.writing_path(path)
+                        new = folders.appearing(path, seal=partial(folders.write_manifest, files=described))
+                        ranks.on_first(lambda: stack.enter_context(new))
+                        state.write(half, max_shard_bytes, ranks)
+                        own = ranks.together(lambda: folders.describe_files(half, ranks.rank, ranks.size))
+                        for files in ranks.exchange(own):
+                            described.update(files)
+                        ranks.on_first(stack.close)  # renames the folder
+                    ranks.on_first(lambda: folders.remove_old(path.parent, keep))
+
             if not is_async:
                 write()
                 return Checkpoint(path)
@@ -200,23 +213,6 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _write(
-    state: training_state.TrainingState, path: pathlib.Path, keep: int | None, shard_bytes: int, ranks: CheckpointRanks
-) -> None:
-    described: dict[str, object] = {}
-    with noting(_AS_THEY_WERE.format(path)):
-        with contextlib.ExitStack() as stack:
-            half = folders.writing_path(path)
-            new = folders.appearing(path, seal=partial(folders.write_manifest, files=described))
-            ranks.on_first(lambda: stack.enter_context(new))
-            state.write(half, shard_bytes, ranks)
-            own = ranks.together(lambda: folders.describe_files(half, ranks.rank, ranks.size))
-            for files in ranks.exchange(own):
-                described.update(files)
-            ranks.on_first(stack.close)  # renames the folder
-        ranks.on_first(lambda: folders.remove_old(path.parent, keep))
 
 
 def _finish(folder: pathlib.Path, writing: Future[None] | None) -> None:

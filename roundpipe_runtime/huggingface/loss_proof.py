@@ -225,10 +225,6 @@ class LossWays:
         self._engine.loss_checks = LossChecks()  # results from before a change of the model are discarded
         self.shown: list[str] = []  # lines for the report of the split
 
-    @property
-    def proofs(self) -> Mapping[Hashable, LossProof]:
-        return self._engine.loss_checks.proofs
-
     def find(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
     ) -> LossProof:
@@ -237,7 +233,7 @@ class LossWays:
         kind, code, label = self._rows.kind_of(args, kwargs), None, None
         if function is not None:
             kind, code, label = (kind, loss_code(function.function)), function.function, function.label
-        before = self.proofs.get(kind)
+        before = self._engine.loss_checks.proofs.get(kind)
 
         def show(known: LossProof | None) -> LossProof:
             batch, settings = FlatBatch.of(args, kwargs, label), config

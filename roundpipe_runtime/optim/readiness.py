@@ -98,9 +98,6 @@ class ReadinessTable:
             self._latest += 1
             return self._latest
 
-    def __len__(self) -> int:
-        return len(self._layers)
-
     def version(self, layer: int) -> int:
         with self._changed:
             return self._layers[layer].version
@@ -121,7 +118,7 @@ class ReadinessTable:
             self._layers[layer].start_read(version)
 
     def end_read(self, layer: int) -> None:
-        self._each([layer], LayerReadiness.end_read)
+        self._each([self._layers[layer]], LayerReadiness.end_read)
 
     def write(self, layer: int, version: int, fill: Callable[[], None], *, done: bool = True) -> None:
         """Wait until no pipeline call needs a layer's current parameters, then call ``fill`` to write new ones."""
@@ -134,7 +131,7 @@ class ReadinessTable:
             fill()  # not under the lock, because it runs code of the user
             filled = True
         finally:
-            self._each([layer], lambda state: state.end_write(done=filled and done))
+            self._each([self._layers[layer]], lambda state: state.end_write(done=filled and done))
 
     def fail(self, error: BaseException | None) -> None:
         """Raise an error in threads that wait for a version that will not be written; ``None`` clears the error."""
@@ -144,19 +141,19 @@ class ReadinessTable:
 
     def hold(self, version: int) -> None:
         """Count a pipeline call that needs the given version of all layers, until :meth:`let_go`."""
-        self._each(range(len(self)), lambda state: state.hold(version))
+        self._each(self._layers, lambda state: state.hold(version))
 
     def hold_latest(self) -> int:
         """Count a pipeline call that begins now, and return the version of the parameters that it needs."""
         with self._changed:
-            self._each(range(len(self)), lambda state: state.hold(self._latest))
+            self._each(self._layers, lambda state: state.hold(self._latest))
             return self._latest
 
     def let_go(self, version: int) -> None:
-        self._each(range(len(self)), lambda state: state.let_go(version))
+        self._each(self._layers, lambda state: state.let_go(version))
 
-    def _each(self, layers: Iterable[int], change: Callable[[LayerReadiness], None]) -> None:
+    def _each(self, layers: Iterable[LayerReadiness], change: Callable[[LayerReadiness], None]) -> None:
         with self._changed:
             for layer in layers:
-                change(self._layers[layer])
+                change(layer)
             self._changed.notify_all()

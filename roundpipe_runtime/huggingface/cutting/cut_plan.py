@@ -34,10 +34,6 @@ class CutPlan:
     # entries that each call reads from caches that the model created; `None` if not known yet
     cache_reads: Mapping[int, frozenset[Entry]] | None = None
 
-    @property
-    def phases(self) -> int:
-        return len(self.ends)
-
     def is_extra(self, place: int, leaf: int) -> bool:
         """Report whether a layer output is not the hidden state (the first output that has the shape of an input)."""
         leaves = self.calls[place].leaves

@@ -55,7 +55,7 @@ class Phase(nn.Module):
         # args: arguments of the model in phase 0; else the state
         # returns: the state; in the last phase, the output of the model in the requested form
         state: CutState = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
-        is_last = self.number == self.program.phases - 1
+        is_last = self.number == len(self.program.ends) - 1
 
         def run() -> Any:
             result = self.advance(state)
@@ -92,7 +92,7 @@ class Phase(nn.Module):
         # The forward runs again from its start, so it must draw the same numbers as in earlier phases. With two phases
         # this matters only if the draws decide which layers run.
         restart_generators()
-        if self.number and self.training and (self.program.phases > 2 or drops_layers(self.copy)):
+        if self.number and self.training and (len(self.program.ends) > 2 or drops_layers(self.copy)):
             state.restart_noise()
         try:
             with running(session):

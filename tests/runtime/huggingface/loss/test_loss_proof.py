@@ -68,7 +68,7 @@ def wrapped(model, **options):
 
 
 def ways(pipeline):
-    return [proof.way for proof in pipeline._rp_losses.proofs.values()]
+    return [proof.way for proof in pipeline._rp_losses._engine.loss_checks.proofs.values()]
 
 
 @pytest.mark.parametrize("way", ["forward_backward", "outputs"])
@@ -169,7 +169,7 @@ def test_one_proof_serves_all_calls_of_a_kind():
     pipeline = wrapped(model)
     for _ in range(3):
         pipeline.forward_backward(input_kwargs=batch)
-    assert len(pipeline._rp_losses.proofs) == 1
+    assert len(pipeline._rp_losses._engine.loss_checks.proofs) == 1
     pipeline.eval()
     with torch.no_grad():
         assert pipeline(**batch).loss.item() == pytest.approx(model.eval()(**batch).loss.item(), rel=1e-6)
@@ -255,7 +255,7 @@ def test_a_function_of_the_loss_in_a_group_with_few_rows_is_proven(function, fit
 def test_one_microbatch_and_a_joined_loss_are_not_proven(options):
     model, batch = made(spread)
     call = {"run_config": RoundPipeRunConfig(**options)}
-    assert not assert_like_plain(model, batch, call=call, pipeline=wrapped(model))._rp_losses.proofs
+    assert not assert_like_plain(model, batch, call=call, pipeline=wrapped(model))._rp_losses._engine.loss_checks.proofs
 
 
 @joined_warnings
@@ -406,7 +406,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name, way):
             assert loss.item() == pytest.approx(expected.item(), rel=limit)
             assert worst_gradient(model, plain) < limit
     way = KINDS[name][1]
-    assert {proof.way for proof in pipeline._rp_losses.proofs.values()} == {way}
+    assert {proof.way for proof in pipeline._rp_losses._engine.loss_checks.proofs.values()} == {way}
     pipeline.close()
     said = [str(one.message) for one in heard if issubclass(one.category, RoundPipeWarning)]
     assert len(said) == (way in ("joined", "whole"))
@@ -427,7 +427,7 @@ def test_a_batch_does_not_change_how_the_next_one_is_computed():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RoundPipeWarning)
             found = [pipeline.forward_backward(input_kwargs=batch) for batch in batches]
-        losses.append((found[-1].item(), len(pipeline._rp_losses.proofs)))
+        losses.append((found[-1].item(), len(pipeline._rp_losses._engine.loss_checks.proofs)))
         pipeline.close()
     assert losses[0] == losses[1]
     assert losses[0][0] == pytest.approx(model(**even).loss.item(), rel=1e-9)
@@ -497,4 +497,4 @@ def test_loss_and_gradients_are_those_of_the_plain_model(name, is_cut):
     pipeline = wrapped(model, use_sequential_preset=is_cut or False)
     assert_like_plain(model, batch, call=THREE, pipeline=pipeline)
     way = way if is_cut or way != "joined" else "whole"
-    assert [proof.way for proof in pipeline._rp_losses.proofs.values()] == [way]
+    assert [proof.way for proof in pipeline._rp_losses._engine.loss_checks.proofs.values()] == [way]

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import math
@@ -180,46 +179,40 @@ def _present(column: Iterable[Any]) -> list[Any]:
     return [value for value in column if value is not None]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pictures:
-    """The number of images in each microbatch, and whether all microbatches have the same images."""
-
-    counts: Sequence[int] = ()  # empty if not known
-    are_alike: bool = True
-
-    @classmethod
-    def of(cls, outputs: Sequence[Mapping[str, Any]]) -> _Pictures:
-        columns = ([output.get(name) for output in outputs] for name in ("pooler_output", "last_hidden_state"))
-        pooled = next((column for column in columns if len(_present(column)) == len(outputs)), [])
-        counts = [len(value) for value in pooled if isinstance(value, (list, tuple))]
-        leaves = [[leaf for leaf in pytree.tree_leaves(one) if isinstance(leaf, torch.Tensor)] for one in pooled]
-        return cls(counts, _are_equal(leaves))
-
-
 def _are_equal(columns: Sequence[Sequence[torch.Tensor]]) -> bool:
     return all(len(column) == len(columns[0]) and all(map(torch.equal, column, columns[0])) for column in columns[1:])
 
 
-def _joined(name: str, column: Sequence[Any], pictures: _Pictures = _Pictures()) -> Any:
+def _joined(name: str, column: Sequence[Any], *, counts: Sequence[int] = (), are_alike: bool = True) -> Any:
     """Join the values of one output, which are ``None`` for microbatches without images."""
+    # counts: number of images in each microbatch; empty if not known
+    # are_alike: whether all microbatches have the same images
     present = _present(column)
     if not present:
         return None
     if all(isinstance(value, dict) for value in present):
-        keys, inside = dict.fromkeys(key for value in present for key in value), _Pictures.of(present)
-        return _with_entries(present[0], {key: _joined(key, [v.get(key) for v in present], inside) for key in keys})
+        columns = ([value.get(key) for value in present] for key in ("pooler_output", "last_hidden_state"))
+        pooled = next((found for found in columns if len(_present(found)) == len(present)), [])
+        tensors = [[leaf for leaf in pytree.tree_leaves(one) if isinstance(leaf, torch.Tensor)] for one in pooled]
+        inside: Any = {
+            "counts": [len(value) for value in pooled if isinstance(value, (list, tuple))],
+            "are_alike": _are_equal(tensors),
+        }
+        keys = dict.fromkeys(key for value in present for key in value)
+        return _with_entries(present[0], {key: _joined(key, [v.get(key) for v in present], **inside) for key in keys})
     if all(isinstance(value, (list, tuple)) for value in present):
         if name in (*_BY_PICTURE, *_NAMES):
             return type(present[0])(item for value in present for item in value)
-        return type(present[0])(_joined(f"an item of {name}", items, pictures) for items in zip(*present, strict=True))
+        inside = {"counts": counts, "are_alike": are_alike}
+        return type(present[0])(_joined(f"an item of {name}", items, **inside) for items in zip(*present, strict=True))
     if all(isinstance(value, torch.Tensor) and value.dim() for value in present):
         # a tensor that is equal for different pictures belongs to the model, not to the pictures
-        if not pictures.are_alike and _are_equal([[value] for value in present]):
+        if not are_alike and _are_equal([[value] for value in present]):
             return present[0]
         shapes = [tuple(tensor.shape) for tensor in present]
         apart = [axis for axis, found in enumerate(zip(*shapes, strict=False)) if len(set(found)) > 1]
         # with one picture per microbatch, shapes do not show the axis; axis 0 counts pictures in most models
-        is_one_sequence = {shape[0] for shape in shapes} == {1} and max(pictures.counts, default=0) > 1
+        is_one_sequence = {shape[0] for shape in shapes} == {1} and max(counts, default=0) > 1
         if len(apart) > 1 or (is_one_sequence and len(shapes[0]) > 3):
             raise JoinError(
                 f"{name!r} of pictures: tensors of shapes {shapes} cannot be concatenated. Join outputs by a function:"

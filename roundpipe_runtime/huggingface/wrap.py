@@ -448,15 +448,21 @@ class WholeBatchLoss:
         """Return losses and router logits of a group of rows for other processes; ``None`` if the group has no rows."""
         if not group:
             return None
-        parts = [output for output, _, _ in group]
         rows = sum(count for _, _, count in group)
         first, self._next_row = self._next_row, self._next_row + rows
         return {
-            "losses": _own_losses(self._model, parts),
+            **self._computed(group),
             "items": [items for _, items, _ in group],
-            "routers": _routers(parts),
             "mask": None if self._mask is None else self._mask[first : first + rows].reshape(1, -1),
         }
+
+    def _computed(self, group: Sequence[PyTree]) -> dict[str, Any]:
+        parts = [output for output, _, _ in group]
+        losses = [without_auxiliary_loss(self._model, part) for part in parts if loss_of(part) is not None]
+        has_routers = all(getattr(part, "aux_loss", None) is not None for part in parts)
+        # one tensor per layer; `None` without an auxiliary loss
+        routers = _one_after_another([part.router_logits for part in parts]) if has_routers else None
+        return {"losses": losses, "routers": routers}
 
     def compute(
         self, groups: Sequence[Sequence[PyTree]], own: Sequence[int], stated: Sequence[dict[str, Any] | None]
@@ -468,8 +474,7 @@ class WholeBatchLoss:
         all_of: list[Any] = [None if one is None else dict(one) for one in stated]
         for number, group in zip(own, groups, strict=True):
             if group:  # the stated losses have no graph
-                parts = [output for output, _, _ in group]
-                all_of[number] |= {"losses": _own_losses(self._model, parts), "routers": _routers(parts)}
+                all_of[number] |= self._computed(group)
         found = [one for one in all_of if one is not None]
         aux = None
         if all(one["routers"] is not None for one in found):
@@ -488,17 +493,6 @@ class WholeBatchLoss:
             joined = with_loss(joined, loss if aux is None else loss + aux[1])
         output = joined.to_tuple() if self._as_tuple else joined
         return self._loss_fn(output, self._label), output
-
-
-def _own_losses(model: nn.Module, parts: Sequence[PyTree]) -> list[torch.Tensor]:
-    return [without_auxiliary_loss(model, part) for part in parts if loss_of(part) is not None]
-
-
-def _routers(parts: Sequence[PyTree]) -> tuple[torch.Tensor, ...] | None:
-    """Return the joined router logits of microbatches, one tensor per layer; ``None`` without an auxiliary loss."""
-    if any(getattr(part, "aux_loss", None) is None for part in parts):
-        return None
-    return _one_after_another([part.router_logits for part in parts])
 
 
 def _one_after_another(routers: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:

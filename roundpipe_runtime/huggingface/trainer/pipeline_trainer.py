@@ -357,9 +357,8 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
     if run.is_dir():
         with contextlib.suppress(CheckpointError, OSError), only_writer(run):  # another process may be writing
             _settle(run)
-    there = sorted(_checkpoints(run), key=step_of, reverse=True)
     errors = []
-    for path in there:
+    for path in sorted(_checkpoints(run), key=step_of, reverse=True):
         try:
             if (path / MANIFEST).exists():
                 verify(path)

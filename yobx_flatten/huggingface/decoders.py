@@ -56,8 +56,6 @@ def with_returned(kwargs: Mapping[str, Any], present: Sequence[Mapping[str, Any]
 
 
 class Continued(torch.nn.Module):
-    """A wrapped decoder that can make the inputs of its next call from its outputs."""
-
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
         """Make the inputs of the next call: as many random tokens as before, and the returned KV cache."""
         ids = kwargs["input_ids"]  # with three axes they are not changed: audio codes, each with its own vocabulary

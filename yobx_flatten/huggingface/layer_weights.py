@@ -22,8 +22,6 @@ Reader = Callable[[], torch.Tensor]
 
 
 class _LayerWeights:
-    """Loads the weights of one layer before each call of the layer, and drops the weights after the call."""
-
     # readers: by name of the weight in the layer
 
     def __init__(self, layer: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
@@ -98,7 +96,7 @@ def offloaded_readers(module: torch.nn.Module) -> dict[str, Reader]:
     """Return functions that read the weights which the accelerate library has offloaded, by parameter name."""
     found: dict[str, Reader] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
-        for one in filter(_is_offloading, _each(getattr(part, "_hf_hook", None))):
+        for one in _offloading_hooks(part):
             weights = one.weights_map
             recursive = bool(getattr(one, "place_submodules", False))
             state = (*part.named_parameters(recurse=recursive), *part.named_buffers(recurse=recursive))
@@ -113,17 +111,14 @@ def device_of_inputs(module: torch.nn.Module) -> torch.device:
     first: torch.Tensor = next(module.parameters())  # not get_input_embeddings(): some models have several, or none
     if not first.is_meta or not (streamed_readers(module) or offloaded_readers(module)):
         return first.device
-    hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
-    devices = [one.execution_device for hook in hooks for one in _each(hook) if _is_offloading(one)]
+    devices = [one.execution_device for part in module.modules() for one in _offloading_hooks(part)]
     return torch.device(devices[0]) if devices and devices[0] is not None else torch.device("cpu")
 
 
-def _each(hook: _Hook) -> tuple[_Hook, ...]:
-    return (hook, *getattr(hook, "hooks", ()))
-
-
-def _is_offloading(hook: _Hook) -> bool:
-    return bool(getattr(hook, "offload", False)) and getattr(hook, "weights_map", None) is not None
+def _offloading_hooks(part: torch.nn.Module) -> list[_Hook]:
+    hook = getattr(part, "_hf_hook", None)
+    hooks = (hook, *getattr(hook, "hooks", ()))
+    return [one for one in hooks if getattr(one, "offload", False) and getattr(one, "weights_map", None) is not None]
 
 
 @contextlib.contextmanager

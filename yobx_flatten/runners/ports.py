@@ -35,8 +35,6 @@ _NAMES = (
 
 
 class Port(NamedTuple):
-    """The name, shape and dtype of one input of an exported file or program."""
-
     name: str  # the name of the input
     shape: tuple[int | None, ...]  # `None` for a size that varies
     dtype: torch.dtype | None  # the dtype of its elements; `None` for text and other types that torch does not have

@@ -195,9 +195,8 @@ class ExportHook:
                 for support in supports:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
                     stack.enter_context(support.traceable())
-                program: Any = programs.without_needless_assertions(
-                    original(mod, args, kwargs, dynamic_shapes, *more, **options)
-                )
+                program: Any = original(mod, args, kwargs, dynamic_shapes, *more, **options)
+                program = programs.without_needless_assertions(program)
                 program.enum_members = members  # in this process only: a stored program contains their texts
                 return program
 

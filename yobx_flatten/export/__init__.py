@@ -11,13 +11,6 @@ from .proof.report import ExportReport
 from .quantization import Quantization
 
 __all__ = [
-    "Case",
-    "CaseResult",
-    "ExportReport",
-    "ExportedModel",
-    "Quality",
-    "Quantization",
-    "export_onnx",
-    "export_program",
+    "Case", "CaseResult", "ExportReport", "ExportedModel", "Quality", "Quantization", "export_onnx", "export_program",
     "prove_program",
-]
+]  # fmt: skip

@@ -203,7 +203,6 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
 
 
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
-    """Compare an ONNX file with the module; add remarks to the report, such as that the file has no KV cache."""
     # called inside `register_flattening_functions`
     example, traced = source.example, source.traced
     if traced.written:

@@ -130,22 +130,9 @@ def repair_graph(model: ir.Model) -> None:
                 node.replace_input_with(0, cast.outputs[0])
     if any(_rotates(node) for node in graph.all_nodes()):
         passes.CommonSubexpressionEliminationPass()(model)  # each operator has its own cosines and sines
-        _as_many_rows(graph)
-
-
-def _rotates(node: ir.Node) -> bool:
-    """Return whether a node is a ``RotaryEmbedding`` without position ids, whose cosines have a batch axis."""
-    if node.op_type != "RotaryEmbedding" or node.domain not in ("", "ai.onnx"):
-        return False
-    return len(node.inputs) < 4 or node.inputs[3] is None
-
-
-def _as_many_rows(graph: ir.Graph) -> None:
-    """Expand cosines and sines to the batch size of the tokens, since onnxruntime refuses different batch sizes."""
+    # expand cosines and sines to the batch size of the tokens, since onnxruntime refuses different batch sizes
     known: dict[tuple[ir.Value, str], ir.Value] = {}
-    for node in list(graph.all_nodes()):
-        if not _rotates(node):
-            continue
+    for node in [node for node in graph.all_nodes() if _rotates(node)]:
         tokens = input_of(node, 0)
         count = None if tokens.shape is None else tokens.shape[0]
         for place in (1, 2):
@@ -157,15 +144,22 @@ def _as_many_rows(graph: ir.Graph) -> None:
             # a value of a subgraph cannot be read outside of the subgraph, and unknown sizes may differ
             if expanded is None or size == "None" or node.graph is not graph:
                 # the shape of an input, if possible: the tokens may be computed after another reader of the result
-                given = (value for value in graph.inputs if value.shape and value.shape[0] == count)
+                alike = (value for value in graph.inputs if value.shape and value.shape[0] == count)
                 made = Nodes()
-                rows = made.add("Shape", next(given, tokens), start=0, end=1)
+                rows = made.add("Shape", next(alike, tokens), start=0, end=1)
                 shape = made.add("Concat", rows, made.add("Shape", table, start=1), axis=0)
                 expanded = made.add("Expand", table, shape)
                 insert_before(node, made)
                 if node.graph is graph:
                     known[table, size] = expanded
             node.replace_input_with(place, expanded)
+
+
+def _rotates(node: ir.Node) -> bool:
+    """Return whether a node is a ``RotaryEmbedding`` without position ids, whose cosines have a batch axis."""
+    if node.op_type != "RotaryEmbedding" or node.domain not in ("", "ai.onnx"):
+        return False
+    return len(node.inputs) < 4 or node.inputs[3] is None
 
 
 # -- simplification ---------------------------------------------------------------------------------------------------

@@ -36,8 +36,6 @@ _KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One value of the flattened inputs or labels, with its key path and batch axis."""
-
     path: str
     value: Any
     rule: Rule | None
@@ -220,7 +218,6 @@ def check_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> tuple[tuple[
 
 
 def check_labels(label: FlatTree) -> None:
-    """Raise an error if a label requires a gradient, because copies of labels on devices have no autograd graph."""
     for leaf in label.leaves:
         is_packed = isinstance(leaf.value, RoundPipePackedData)
         tensors = leaf.value if is_packed else [leaf.value]
@@ -246,7 +243,6 @@ Rows = tuple[int, ...]
 
 
 def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
-    """Check that ``RoundPipePackedData`` has as many microbatches and rows as the user's split function returned."""
     # rows: rows of each part that the split function returned
     for entry in entries:
         if not isinstance(entry.value, RoundPipePackedData):

@@ -51,8 +51,6 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The result of :func:`prove`: how weighted losses of subsets of rows add up to the loss of all rows."""
-
     way: Way | None  # `None` if there are no such weights
     compared: int = 0  # number of sets of values that were compared
     shown: str | None = None  # losses that no weights fit
@@ -182,7 +180,6 @@ class _Difference:
 
 
 def in_32_bits(value: Any) -> Any:
-    """Convert a 16-bit tensor to float32, because rounding would hide wrong weights; return other values unchanged."""
     is_short = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_short else value
 
@@ -195,8 +192,6 @@ def _norm(gradient: torch.Tensor) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """An output, label or mask tensor that has one row for each row of the batch."""
-
     value: torch.Tensor
     axis: int  # axis of the rows
     role: Role
@@ -242,7 +237,6 @@ def _scaled(column: Column, size: float, draw: torch.Generator) -> torch.Tensor:
 
 
 def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> torch.Tensor:
-    """Replace labels by random labels that occur in the batch; return masks unchanged."""
     value = column.value
     if column.role == "mask" or value.is_complex():
         return value
@@ -286,8 +280,6 @@ _AVERAGING: dict[Callable[..., Any], Counted] = {
 
 @dataclasses.dataclass
 class Items:
-    """The numbers of items (tokens, labels or rows) over which the losses of one forward are averaged."""
-
     counts: list[float] = dataclasses.field(default_factory=list)  # number of items of each mean, in order
     trained: list[float] = dataclasses.field(default_factory=list)  # number of items of each mean with a gradient
     sums: int = 0  # number of losses that are sums
@@ -378,8 +370,6 @@ class NoDropout(TorchFunctionMode):
 
 
 class _HasState(Protocol):
-    """An object with the state of a random generator, such as ``torch.Generator``."""
-
     def get_state(self) -> torch.Tensor: ...
 
 

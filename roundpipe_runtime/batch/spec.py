@@ -120,7 +120,6 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
 
 
 def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -> Rules:
-    """Convert a tree of ``TensorChunkSpec`` and ``Replicate`` to a mapping from key paths to rules."""
     # spec: marks in the structure of the tree that is split; a mark also applies to all leaves below it, and `None`
     # gives no rule. If `name` is empty: a mapping from key paths to marks.
     if spec is None:
@@ -133,13 +132,11 @@ def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -
 
 
 def rule_for(path: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """Return the rule of a key path, or of its longest prefix that has a rule; ``None`` if there is no rule."""
     above = [written for written in rules if is_below(path, written)]
     return rules[max(above, key=len)] if above else None
 
 
 def is_below(path: str, above: str) -> bool:
-    """Return whether the key path ``path`` equals ``above`` or names a value inside it."""
     return path == above or (path.startswith(above) and path[len(above)] in ".[")
 
 

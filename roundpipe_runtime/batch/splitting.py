@@ -112,7 +112,6 @@ def split(
 def split_flat(
     batch: FlatBatch, num_microbatch: int, *, split_input: Any = None, split_label: Any = None
 ) -> list[FlatMicrobatch]:
-    """Split a flattened batch into flattened microbatches, by the rules of :func:`split`."""
     rules = _rules(num_microbatch, split_input, split_label)
     check_registered(batch, rules)
     if _is_function(split_input) or _is_function(split_label):

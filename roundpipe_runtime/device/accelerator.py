@@ -41,8 +41,6 @@ _OWN_REFERENCES = 2
 
 
 class _StreamEvent:
-    """An event of an accelerator with the methods ``done`` and ``result``, like a future."""
-
     __slots__ = ("computed_after", "event")
 
     def __init__(self, event: torch.Event) -> None:
@@ -240,7 +238,6 @@ class AcceleratorDevice(Device):
         return len(present) < _STAGES_AT_ONCE and nbytes + sum(present) <= _ROOM * max(self._largest, nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Return whether the device has memory for the next pipeline stage, without waiting for the device."""
         while self._visits and self._visits[0].computed.query():
             self._copying.append(self._visits.popleft().copied)
         while len(self._copying) > 1 and self._copying[0].query():
@@ -248,7 +245,6 @@ class AcceleratorDevice(Device):
         return len(self._copying) <= 1 and self._fits(nbytes)
 
     def _end(self) -> torch.Event:
-        """Return an event that completes after all work submitted to this device."""
         for stream in (self._parameters, self._activations, self._compute, self._downloads):
             self._gradients.wait_event(stream.record_event())
         return _record(self._gradients, self.torch_device)
@@ -294,7 +290,6 @@ def memory_info(device: torch.device) -> tuple[int, int] | None:
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-    """Start an asynchronous copy in chunks of ``nbytes`` bytes; a non-contiguous tensor is copied as one chunk."""
     size = max(1, nbytes // target.element_size())
     if target.numel() <= size or not (target.is_contiguous() and source.is_contiguous()):
         target.copy_(source, non_blocking=True)

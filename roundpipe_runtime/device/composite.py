@@ -36,8 +36,6 @@ _Opened: TypeAlias = "tuple[list[Any], Callable[[list[Any]], Any]]"
 
 
 class StateSlot(NamedTuple):
-    """An attribute in which a module stores an object for its quantized weight: ``owner.__dict__[name]``."""
-
     owner: nn.Module
     name: str
     value: Any
@@ -70,7 +68,6 @@ def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a parameter in host memory, including the scales of a quantized weight."""
     return sum(part.numel() * part.element_size() for part in parts_of([tensor]))
 
 
@@ -90,7 +87,6 @@ def all_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the data of a tensor subclass as a plain tensor that shares the subclass's memory."""
     with DisableTorchFunctionSubclass():
         return tensor.detach()
 
@@ -164,19 +160,16 @@ class Rebuilding:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor subclass wraps other tensors and has no data of its own."""
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
 def _is_in_few_bits(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter looks like a quantized weight, whose module may also store tensors such as scales."""
     if type(parameter) is nn.Parameter:
         return not parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex())
     return is_composite(parameter) or not (parameter.is_floating_point() or parameter.requires_grad)
 
 
 def _may_get_tensors(value: Any) -> bool:
-    """Return whether the value contains tensors, or is an object to which a forward may add tensors."""
     opened = None if isinstance(value, torch.Tensor) else _opened(value)
     if opened is None:
         return isinstance(value, torch.Tensor)
@@ -359,7 +352,6 @@ def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def has_few_bits(module: nn.Module) -> bool:
-    """Return whether a module itself, not a submodule, has a frozen quantized weight."""
     return any(p is not None and is_composite(p) for p in module._parameters.values()) or bool(states_of(module))
 
 

@@ -40,8 +40,6 @@ _GROUP = 32 * 2**20  # bytes of tensors that are read ahead together, without gr
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A range of the scratch file that is mapped into memory."""
-
     memory: mmap.mmap
     address: int
     offset: int
@@ -50,8 +48,6 @@ class _Part:
 
 @dataclasses.dataclass(slots=True)
 class _Place:
-    """The memory of one tensor in a mapped range of the scratch file."""
-
     part: _Part
     offset: int
     nbytes: int
@@ -88,7 +84,6 @@ class DiskMemory:
         return sum(part.nbytes for part in self._parts)
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve disk space at the end of the scratch file, or raise an error if the disk has too little."""
         with self._lock:
             self._grow(nbytes)
 
@@ -129,7 +124,6 @@ class DiskMemory:
         return place
 
     def write(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Write a tensor to ``place``, a tensor of the same shape on the disk."""
         part = self._part_at(place.data_ptr())
         is_alike = tensor.dtype == place.dtype and tensor.stride() == place.stride() and tensor.device.type == "cpu"
         is_alike = is_alike and not tensor.is_conj() and not tensor.is_neg()
@@ -205,7 +199,6 @@ class DiskMemory:
         self._writing.append((writing, sum(end - start for start, end in written)))
 
     def settle(self) -> None:
-        """Wait until all released tensors are written to the disk."""
         with self._lock:
             self._begin_writing()
         self._wait(-1)
@@ -241,7 +234,6 @@ class DiskMemory:
         return found
 
     def acquire(self) -> None:
-        """Register a user of this disk memory, who must call :meth:`close` later."""
         with self._lock:
             self._users += 1
 
@@ -265,7 +257,6 @@ _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, DiskMemory] = weakref.WeakKeyDi
 
 
 def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
-    """Return the disk memory that stores the tensor; ``None`` for a tensor in ordinary memory."""
     if not _MEMORIES or type(tensor.data) is not torch.Tensor or tensor.device.type != "cpu":
         return None
     if tensor.layout != torch.strided or not tensor.numel():
@@ -274,7 +265,6 @@ def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
 
 
 def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
-    """Release the memory of tensors that are stored on a disk."""
     for tensor in tensors:
         if (memory := disk_of(tensor)) is not None:
             memory.leave([tensor], written=written)
@@ -285,7 +275,6 @@ def keep_with(model: nn.Module, memory: DiskMemory) -> None:
 
 
 def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
-    """Return the memory in ``folder`` that already stores parameters of the model, or a new one."""
     found = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
     return DiskMemory(folder) if found is None or found.folder != folder else found
 
@@ -353,7 +342,6 @@ def disk_folder(host: object) -> pathlib.Path | None:
 
 
 def open_scratch(folder: pathlib.Path) -> int:
-    """Create an unnamed scratch file in a folder on a disk; return its file descriptor."""
     host = f"{_PREFIX}{folder}"
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "posix_fadvise"):
         raise ConfigError(f'host="{host}" needs Linux. Train in memory:\n    RoundPipe(model, host="memory")')
@@ -376,7 +364,6 @@ def open_scratch(folder: pathlib.Path) -> int:
 
 
 def _file_system(folder: pathlib.Path) -> str:
-    """Return the type of the file system of a folder; an empty string if the type is not known."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -407,7 +394,6 @@ def _libc() -> ctypes.CDLL:
 
 
 def pages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the address ranges of whole memory pages that contain tensors; adjacent ranges are joined."""
     size, held = mmap.PAGESIZE, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
     return _joined((start // size * size, _rounded(start + nbytes, size)) for start, nbytes in held if nbytes)
 
@@ -430,7 +416,6 @@ def page_out(tensor: torch.Tensor) -> None:
 
 
 def write_out(file: int, offset: int, nbytes: int) -> None:
-    """Write changed pages in a range of a file to the disk, and wait until they are written."""
     library = _libc()
     if not hasattr(library, "sync_file_range"):
         os.fdatasync(file)

@@ -37,7 +37,6 @@ class PinnedModel:
         self.update()
 
     def update(self) -> None:
-        """Pin the tensors of the model that are not pinned, such as tensors that ``load_state_dict`` has replaced."""
         if self._how == "off" or not self._devices:
             return
         found = {_key(tensor): tensor for tensor in self._tensors()}
@@ -60,7 +59,6 @@ class PinnedModel:
         self._seen = {_key(tensor) for tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Return the host tensors of the model that are copied to devices and can be pinned."""
         for parameter in self._model.parameters():
             is_sent = sent_dtype(parameter) == parameter.dtype  # otherwise its copy is pinned
             if is_sent and not is_composite(parameter) and _is_on_host(parameter):
@@ -74,7 +72,6 @@ class PinnedModel:
                 yield buffer
 
     def _composites(self) -> list[Any]:
-        """Return the quantized weights of the model, and the state that their modules store for them."""
         found: list[Any] = [p for p in self._model.parameters() if is_composite(p)]
         return found + [slot.value for module in self._model.modules() for slot in states_of(module)]
 
@@ -98,7 +95,6 @@ def _key(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _move(tensors: Sequence[torch.Tensor]) -> None:
-    """Move tensors to pinned memory, where they no longer share memory with each other."""
     memory = PinnedMemory({number: tensor.nbytes for number, tensor in enumerate(tensors)})
     # in slab order, so that the old memory of tensors is free before the next slab is allocated
     order = [number for number in memory.keys if isinstance(number, int)]

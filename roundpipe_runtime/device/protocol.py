@@ -172,8 +172,6 @@ HOST_CLOCK = Clock()
 
 
 class EventClock(Clock):
-    """The clock of an accelerator, which gets times from events that are recorded in its streams."""
-
     is_late = True
 
     def __init__(self, device: torch.device, stream: torch.Stream, others: Mapping[str, torch.Stream]) -> None:

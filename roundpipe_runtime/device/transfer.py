@@ -35,8 +35,6 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TreeStructure:
-    """The structure of a nested value, with all its leaves except the tensors."""
-
     spec: pytree.TreeSpec
     # index of the tensor of each leaf, or `None`; for a flex attention mask, the indices of its tensors
     leaves: tuple[int | tuple[int, ...] | None, ...]
@@ -60,7 +58,6 @@ _ONE_TENSOR = TreeStructure(pytree.tree_structure(0), (0,), (None,))
 
 
 def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure, list[torch.Tensor]]:
-    """Return the structure of a nested value and a list of its tensors, without duplicates."""
     if type(value) is torch.Tensor:
         return _ONE_TENSOR, [value]
     leaves, spec = pytree.tree_flatten(value, is_leaf=leaf_test())
@@ -68,7 +65,6 @@ def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure,
 
 
 def separate(leaves: Sequence[Any], spec: pytree.TreeSpec, *, what: str) -> tuple[TreeStructure, list[torch.Tensor]]:
-    """Separate a flattened value into its :class:`TreeStructure` and a list of its tensors without duplicates."""
     numbers: list[int | tuple[int, ...] | None] = []
     constants: list[Any] = []
     tensors: list[torch.Tensor] = []
@@ -123,7 +119,6 @@ class HostCopies:
         self._known[id(tensor)] = weakref.ref(tensor), tensor._version, copy, ready
 
     def find(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None] | None:
-        """Return the host copy of a device tensor; ``None`` if there is no copy or the device tensor has changed."""
         found = self._known.get(id(tensor))
         if found is None or found[0]() is not tensor or found[1] != tensor._version:
             return None
@@ -158,7 +153,6 @@ def fetch(device: Device, on_host: HostValue) -> list[torch.Tensor]:
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the dtypes and shapes of tensors as text, such as ``float32(2, 3)``, for a note on an error."""
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for t in tensors) or "no tensors"
 
 
@@ -168,7 +162,6 @@ _SENT_AS = "_roundpipe_sent_as"  # attribute of a parameter: its dtype on device
 
 
 def sent_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter on devices, which can differ from its dtype on the host."""
     return cast("torch.dtype", parameter.__dict__.get(_SENT_AS, parameter.dtype))
 
 

@@ -95,7 +95,6 @@ class Mailbox:
             self._changed.notify_all()
 
     def take(self, key: Hashable, *, keep: bool = False) -> Any:
-        """Wait for the value of a key and return it; the value is removed unless ``keep`` is true."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self._error is not None)
             self.check()
@@ -165,7 +164,6 @@ def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
 
 
 def noting(note: str) -> contextlib.AbstractContextManager[None]:
-    """Add a note to an error of the with block, unless the error has the note already."""
     return on_error(partial(add_note_once, note=note))
 
 
@@ -257,7 +255,6 @@ def is_done(future: Future[Any]) -> bool:
 
 
 def error_of(future: Future[Any]) -> BaseException | None:
-    """Return the error of a future; ``None`` if the future is not done or has a result."""
     with Uninterrupted():
         return future.exception() if future.done() else None
 
@@ -293,7 +290,6 @@ def generator_alone(timeout: float = -1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def generator_kept(timeout: float = -1) -> Iterator[None]:
-    """Reserve the CPU random generator of torch in the with block, and restore the generator's state afterwards."""
     # Without the lock, the restored state could be that of a layer in another thread.
     with generator_alone(timeout), torch.random.fork_rng(devices=[]):
         yield

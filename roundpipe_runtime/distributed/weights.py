@@ -112,7 +112,6 @@ class ShardedStore(RankStore):
         """Do nothing: the gradients stay in shards, since no rank has memory for all gradients."""
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients from a checkpoint, ``DTensor``s or whole tensors, to the sharded gradients, by name."""
         self.add_gradients([{p: self._loaded(p, gradients[name]) for name, p in self._listed() if name in gradients}])
 
     def masters(self) -> dict[str, torch.Tensor]:
@@ -131,7 +130,6 @@ class ShardedStore(RankStore):
         return local_of(value) if isinstance(value, DTensor) else self.rows_of(parameter, value)
 
     def adopt(self) -> None:
-        """If other code has changed a parameter, copy it to the tensor that the optimizer updates for it."""
         for name, parameter in self.model.named_parameters():
             if name in self._shards:
                 self._shards[name].adopt(parameter)
@@ -209,7 +207,6 @@ class Target:
             self.tensor.requires_grad_(parameter.requires_grad)
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """If other code has changed the parameter, copy its rows to the tensor that the optimizer updates."""
         if self._state(parameter) != self._agreed:
             if self.is_master:
                 self.set(parameter, self.rows(parameter))

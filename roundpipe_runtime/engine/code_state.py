@@ -108,7 +108,6 @@ def _is_own(module: str | None) -> bool:
 
 
 def _named(functions: Sequence[object]) -> list[threading.local]:
-    """Return the thread locals that functions use, directly or through functions that they call."""
     found: dict[threading.local, None] = {}
     seen: set[types.CodeType] = set()
     waiting = [(function, 0) for function in functions]

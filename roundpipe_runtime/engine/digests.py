@@ -27,8 +27,6 @@ _ROWS = 128  # elements per piece: 2 MB of float32, which stay in a cache
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Digest:
-    """A gradient, or random projections of a large gradient, for a later comparison with another gradient."""
-
     shape: torch.Size  # shape of the gradient
     values: torch.Tensor  # values, or projections; non-finite values of the gradient count as 0
     is_whole: bool  # whether `values` are the values of the gradient
@@ -106,7 +104,6 @@ def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> fl
 
 
 def typical(found: Digest) -> float:
-    """Return the root mean square of a gradient's elements."""
     root: float = max(math.prod(found.shape), 1) ** 0.5
     return found.norm / root
 

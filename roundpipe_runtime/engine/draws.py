@@ -72,7 +72,6 @@ class Draws:
         return self.base if self.place == 0 else _mixed(self.base, self.place, 0)
 
     def commit(self) -> None:
-        """Advance the caller's random generators from which layers have drawn."""
         if self.moves and (self.has_drawn or self._after):
             with moving():
                 if self.has_drawn:
@@ -103,7 +102,6 @@ class CallDraws:
     _restarted: dict[int, object] = dataclasses.field(default_factory=dict)
 
     def begin(self, generator: Generator, seed: int) -> object:
-        """Set a generator to the state in which this call of a layer begins, and return the state."""
         draws, key = self.draws, (generator.key, self.layer, self.microbatch)
         found = generator.get()
         self._given[generator.key] = (generator, found)
@@ -172,8 +170,6 @@ _MOVES: collections.deque[tuple[object, object]] = collections.deque(maxlen=64)
 
 
 class ProcessState:
-    """The state of the process's global random generators at one moment, to detect later changes."""
-
     __slots__ = ("mark", "others", "state")
 
     def __init__(self) -> None:
@@ -217,8 +213,6 @@ def _mark(state: torch.Tensor) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generator:
-    """A random generator of Python, torch or NumPy whose state can be read and written."""
-
     key: int  # identity of the generator
     get: Callable[[], object]
     set: Callable[[Any], object]
@@ -342,7 +336,6 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 
 
 def held_generators(code: object) -> list[Generator]:
-    """Return the random generators in attributes of a layer and its submodules, also inside lists and dicts."""
     found: dict[int, Generator] = {}
     for module in code.modules() if isinstance(code, nn.Module) else ():
         for name, value in vars(module).items():

@@ -205,7 +205,6 @@ class Engine(RunLifecycle):
     def _samples(
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> Iterator[Sample]:
-        """Yield outputs and labels to test the loss function with, of a few rows and then of one microbatch."""
         self.wait_exact_step()
         others = [on_host(leaf.value) for leaf in batch.label.leaves]
         tried = [] if self.row_check is None else self.row_check.tried
@@ -236,7 +235,6 @@ class Engine(RunLifecycle):
 
     @contextlib.contextmanager
     def _noting_ends(self) -> Iterator[None]:
-        """After a pipeline call, warn about findings of its checks, and record the state of layers and losses."""
         try:
             yield
             if self.row_check is not None:
@@ -283,7 +281,6 @@ class Engine(RunLifecycle):
 
 
 def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor, ...]:
-    """Return the output tensors of an autograd node, and mark tensors without a gradient as non-differentiable."""
     ctx.set_materialize_grads(False)
     pairs = [pair for on_host in values for pair in zip(on_host.tensors, on_host.needs_grad, strict=True)]
     ctx.mark_non_differentiable(*(tensor for tensor, needs_grad in pairs if not needs_grad))

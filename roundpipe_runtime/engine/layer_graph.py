@@ -25,8 +25,6 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(slots=True)
 class Values:
-    """A nested value on the device: its detached tensors, and whether gradients flow through each tensor."""
-
     structure: TreeStructure
     tensors: list[torch.Tensor]
     needs_grad: list[bool]
@@ -34,8 +32,6 @@ class Values:
 
 @dataclasses.dataclass(slots=True)
 class LayerGraph:
-    """The autograd graph of one layer call: its leaf inputs and its outputs."""
-
     layer: int
     entries: list[torch.Tensor | None]
     exits: list[torch.Tensor]

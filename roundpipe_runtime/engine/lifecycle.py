@@ -57,8 +57,6 @@ class CannotTryError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the parameters of one model are stored, copied and updated."""
-
     optim_dtype: torch.dtype | None  # dtype of the optimizer; `None`: that of the parameters
     tag: str
     pinned: PinnedModel | None = None  # pinned memory of the model; `None` without pinning
@@ -339,7 +337,6 @@ class RunLifecycle:
             self.commit_backward(run)
 
     def commit_forward(self, run: Run) -> None:
-        """Write the buffers that layers changed in a forward to the model, and count the pipeline call."""
         with on_error(lambda error: run.discard()):
             run.collected.buffers.check()
         if self.steps.is_exact:
@@ -358,7 +355,6 @@ class RunLifecycle:
             self.store.end_run()
 
     def wait_step(self, run: Run) -> None:
-        """Wait for a background optimizer step, so that its error is raised before this call changes the model."""
         with on_error(lambda error: run.discard()):
             self.steps.wait_update()
 
@@ -477,7 +473,6 @@ class RunLifecycle:
         self.kept.drop()  # another process may have written shared weights
 
     def close(self) -> None:
-        """Finish a pending optimizer step, and end the threads of the pipeline."""
         try:
             self.steps.close()
         finally:

@@ -132,7 +132,6 @@ class Sample:
             return prove(partial(self._evaluate, apart, [*columns], again), values, ways, as_stated=as_stated)
 
     def _evaluate(self, loss: Loss, places: Sequence[int], again: bool, values: Sequence[torch.Tensor]) -> Evaluation:
-        """Return the loss of all rows, the loss of each part of the rows, and leaves whose gradients are compared."""
         # places, values: positions of leaves, and the tensors that replace these leaves
         # again: whether only gradients of outputs are compared: those of a large head take most of the time
         whole = list(self.leaves[0])

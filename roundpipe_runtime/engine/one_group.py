@@ -43,7 +43,6 @@ class OneGroup:
 
     @property
     def own(self) -> range:
-        """The indices of the groups of batch rows that this process runs."""
         return range(1)
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
@@ -70,7 +69,6 @@ class OneGroup:
         return contextlib.nullcontext()
 
     def rows_of_batch(self, rows: int) -> int:
-        """Return the number of rows of the whole batch, given the number of rows of this process."""
         return rows
 
     def forward(self, engine: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
@@ -83,7 +81,6 @@ class OneGroup:
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],
     ) -> Any:
-        """Run forward, loss and backward of a batch, commit the results if all succeeded, and return the loss."""
         parts, reduction = cut()
         rows = [microbatch.rows for part in parts for microbatch in part]
         call = Call(parts, [0], LossContract(reduction or "sum", rows))

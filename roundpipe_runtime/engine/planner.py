@@ -69,7 +69,6 @@ class Planner:
         return number <= _MEASURED_FIRST or is_due(number - 1) or is_due(number)  # timing takes two events per task
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
-        """Return the layer costs measured in training or inference, depending on ``kind`` and on what was measured."""
         own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
         return (own if own.is_measured or not other.is_measured else other).costs()
 
@@ -169,8 +168,6 @@ _NOT_MEASURED = contextlib.nullcontext()
 
 
 class Timer:
-    """Measures the times of layers and copies, for planning and for an active :class:`Timeline`."""
-
     # with_events: whether work on an accelerator is also measured, by events in its streams, without a timeline
 
     def __init__(self, costs: MeasuredCosts, timeline: Timeline | None, *, with_events: bool = True) -> None:
@@ -215,7 +212,6 @@ class Timer:
             self._timeline.add_parameters(uploaded, skipped)
 
     def finish(self) -> None:
-        """After all work has finished, record the times between accelerator events, and delete the device clocks."""
         for span, end in self._late:
             self._add(span, end)
         self._late.clear()

@@ -278,7 +278,6 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def restart_generators() -> None:
-    """Reset the generators of NumPy, Python and the current layer to the state in which the microbatch began."""
     CURRENT.call.restart_generators()
 
 

@@ -68,7 +68,6 @@ class RowTrial:
         self.count = self.whole.rows or 0  # number of rows
 
     def in_order(self, order: Sequence[int]) -> FlatMicrobatch:
-        """Return a microbatch with the rows of this trial in the given order; rows may be repeated."""
         pairs = zip(self.whole.inputs, self.parts[-1].inputs, strict=True)
         inputs = [taken(one, rows_of(one, part, self.count), order) for one, part in pairs]
         return dataclasses.replace(self.whole, inputs=inputs)
@@ -138,7 +137,6 @@ class RowCheck:
             warn(KEEPS_STATE, RoundPipeWarning)
 
     def end(self) -> None:
-        """Record attributes and buffers of layers after a pipeline call, to detect changes before the next call."""
         self.tried.clear()
         self._has_state = False
         self._repeats.end()
@@ -281,8 +279,6 @@ def _of_each_number(leaf: torch.Tensor) -> torch.Tensor:
 
 
 class _Comparison:
-    """Runs layers on a few rows together, in parts, and combined with different rows, and compares the outputs."""
-
     def __init__(
         self, engine: RunLifecycle, config: RoundPipeRunConfig, leaves_of: Callable[[Any], Sequence[object]]
     ) -> None:
@@ -291,7 +287,6 @@ class _Comparison:
         self.restart: Callable[[], None] = lambda: None
 
     def mixing(self, trial: RowTrial, number: int) -> int | None:
-        """Return the first layer whose results for some rows depend on other rows; ``None`` if no layer mixes rows."""
         trial.is_equal = not self._differs(trial, number, together=True)
         if trial.is_equal:
             return None
@@ -315,7 +310,6 @@ class _Comparison:
         return mixes_rows(first, [again], [trial.count], _coarsest())
 
     def _depends_on_others(self, trial: RowTrial, number: int) -> bool:
-        """Return whether results for some rows change when the other rows of the batch are replaced."""
         last = trial.count - 1
         order = [[*range(last), last - 1], [last, *range(1, trial.count)]]
         whole, part, *found = self._run([trial.whole, trial.parts[-1], *map(trial.in_order, order)], number, "others")
@@ -457,7 +451,6 @@ def rows_of(whole: object, part: object, count: int) -> int | None:
 
 
 def taken(value: object, axis: int | None, order: Sequence[int]) -> Any:
-    """Return the rows of a tensor in the given order, which may repeat rows; other values are returned unchanged."""
     if axis is None or not isinstance(value, torch.Tensor):
         return value
     return value.index_select(axis, torch.tensor(list(order), device=value.device))

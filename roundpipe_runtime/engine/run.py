@@ -37,8 +37,6 @@ from .recomputed import call_seed
 
 @dataclasses.dataclass
 class Run:
-    """One pass of all microbatches through the layers, with settings, measured times, and uncommitted results."""
-
     spec: RunSpec
     store: ParameterStore
     table: ReadinessTable  # versions of the layers that may be read
@@ -93,7 +91,6 @@ class Run:
         }
 
     def start_backward(self, version: int, gradients: Iterator[torch.Tensor | None], sizes: Sequence[int]) -> None:
-        """Pass the gradients of all outputs to the backward stages, after a check that no parameter has changed."""
         # version: version of the parameters that the backward reads; sizes: number of tensors in each output
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
@@ -109,7 +106,6 @@ class Run:
             self.mailbox.put(("gradient", self.spec.span.stop, number), copies)
 
     def gradient_scale(self) -> float:
-        """Return the factor for the gradients of parameters, which is known once all microbatches have a loss."""
         return self.contract.gradient_scale() if self.spec.kind == "fused" else 1.0
 
     def commit_gradients(self) -> None:
@@ -184,12 +180,10 @@ class RunSpec:
 
     @functools.cached_property
     def nbytes(self) -> list[tuple[int, int]]:
-        """For each layer, the bytes of the layer on a device and the bytes of its gradients."""
         trained = [[parameter for parameter in one.parameters() if parameter.requires_grad] for one in self.contents]
         return [(one.nbytes(), sum(map(one.nbytes_of, own))) for one, own in zip(self.contents, trained, strict=True)]
 
     def stage_nbytes(self, stage: Stage) -> int:
-        """Return the bytes of a stage's parameters on a device, plus gradients if the stage runs a backward."""
         found = [self.nbytes[layer] for layer in stage.layers]
         sets = 0 if stage.kind == "forward" else stage.gradient_sets
         return sum(held + sets * gradients for held, gradients in found)
@@ -258,7 +252,6 @@ class WrittenBuffers:
         self._trail.setdefault(layer, []).append(written)
 
     def before(self, layer: int, microbatch: int) -> Buffers:
-        """Return the values of a layer's buffers from before a microbatch, to recompute the microbatch."""
         trail = self._trail.get(layer)
         if not trail:
             return {}
@@ -301,7 +294,6 @@ class WrittenBuffers:
             yield from ((layer, number, changed[0][0]) for layer, number in changed)
 
     def final(self) -> dict[tuple[int, int], torch.Tensor]:
-        """Return the final values of buffers, on the host, by the indices of the layer and of the buffer."""
         found = {}
         for layer, number, writer in self._written():
             if layer == writer:
@@ -311,7 +303,6 @@ class WrittenBuffers:
         return found
 
     def keep_start(self) -> None:
-        """Keep copies of the model's buffers before this forward overwrites them, for the recomputation."""
         for layer, written in self._final.items():
             for number in written:
                 self._at_start[layer, number] = self._contents[layer].buffers[number].tensor.clone()
@@ -346,7 +337,6 @@ _MANY = 2**24
 
 
 def shared_views(outputs: Sequence[torch.Tensor], title: str) -> Shared:
-    """Return the outputs of a layer that share memory with another output, by index, with their positions in memory."""
     if len(outputs) < 2:
         return {}
     places: dict[int, list[int]] = {}

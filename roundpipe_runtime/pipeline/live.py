@@ -41,7 +41,6 @@ class OtherForward:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """Return the ``forward`` that user code has set on a module; ``None`` if the class's ``forward`` is used."""
     found = module.__dict__.get("forward")
     while isinstance(found, OtherForward):
         found = found.before
@@ -136,7 +135,6 @@ class ModelReading:
 
 
 def _held_by(value: object, without: Set[str] = frozenset()) -> Sequence[object]:
-    """Return the items of a container, or attribute names and values of an object; nothing for a module or a tensor."""
     # without: names of attributes that are left out
     if isinstance(value, dict):
         return [one for item in value.items() for one in item]
@@ -168,7 +166,6 @@ def tensors_held(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def changed_layers(before: Mapping[str, nn.Module], now: Mapping[str, nn.Module]) -> str | None:
-    """Return which layers were removed, added or moved, in words; ``None`` if the layers are unchanged."""
     if [*map(id, before.values())] == [*map(id, now.values())] and [*before] == [*now]:
         return None
     held, there = set(map(id, before.values())), set(map(id, now.values()))

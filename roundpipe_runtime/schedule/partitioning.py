@@ -299,7 +299,6 @@ def _fastest(
     devices: int,
     microbatches: int,
 ) -> tuple[float, list[Stages]]:
-    """Return the simulated time of the fastest plan in which ``copies`` devices run the last stage, and the plan."""
     shared = list(models)
     if copies > 1:  # each copy runs a share of the microbatches, so the other stages may only be as long as this share
         head = shared[-1][-1]

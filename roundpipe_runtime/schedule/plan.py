@@ -229,7 +229,6 @@ def _check_stages(name: str, stages: Any) -> list[range]:
 
 
 def _check_order(name: str, stages: Sequence[range], layers: range, *, fused: bool = False) -> None:
-    """Raise an error unless the stages, in the order of layers, cover the layers without gap and overlap."""
     is_forward = name == "fwd_plan"
     found = [layer for stage in stages for layer in stage]
     if found == list(layers):

@@ -298,8 +298,6 @@ class DeviceTotals:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageTotals:
-    """The computation and copy times of a pipeline stage, summed over all microbatches."""
-
     stage: int  # index of the stage in the run
     device: str
     seconds: float  # seconds of computation
@@ -328,7 +326,6 @@ def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
 
 
 def stage_totals(records: Sequence[Record]) -> list[StageTotals]:
-    """Return the computation and copy times of each pipeline stage, the slowest stage first."""
     # the same stage of another run may be on another device
     groups: dict[tuple[int, str], list[Record]] = {}
     for record in records:

@@ -132,7 +132,6 @@ class Alarm:
                 self._stopped.pop(rank, None)
 
     def _beat(self) -> None:
-        """Write the heartbeat of this process, and read the heartbeat of the next process on another machine."""
         if time.monotonic() < self._next_beat:
             return
         self._next_beat = time.monotonic() + min(_BEAT, self.patience / 8)
@@ -190,7 +189,6 @@ class Alarm:
         self._closed.set()
 
     def send(self, news: dict[str, Any]) -> None:
-        """Notify the other ranks that this rank has failed in a pipeline call or a step, or that ranks are gone."""
         if self._store is not None and self._size > 1 and not self._closed.is_set():
             number = self._store.add(f"{self._prefix}/count", 1)
             self._store.set(f"{self._prefix}/news/{number}", json.dumps({**news, "rank": self._rank}))
@@ -324,7 +322,6 @@ class _CallNews:
         self.arrived.put(reason)
 
     def note_sums(self, summed: Future[None]) -> None:
-        """Wake the thread that waits for the summed gradients; stop the call if the summation has failed."""
         if error := summed.exception():
             self.stop(error)
         self.arrived.put(summed)
@@ -344,7 +341,6 @@ class News:
 
     @contextlib.contextmanager
     def listening(self, number: int) -> Iterator[None]:
-        """Stop the pipeline call in the with block when another rank reports that it has failed."""
         # number: number of the call; errors of other calls are ignored
         # Other threads may deliver an error after the next call has begun, so each call has a separate object.
         call = self._call = _CallNews()
@@ -362,7 +358,6 @@ class News:
 
     @contextlib.contextmanager
     def stopping(self, run: Run) -> Iterator[None]:
-        """Stop ``run``, a forward and backward executed in the with block, when another rank fails."""
         call = self._call
         call.run = run
         try:
@@ -373,7 +368,6 @@ class News:
             call.run = None
 
     def watch(self, summed: Future[None]) -> Future[None]:
-        """Stop the current pipeline call if the summation of gradients over the ranks fails."""
         with Uninterrupted():
             summed.add_done_callback(self._call.note_sums)
         return summed

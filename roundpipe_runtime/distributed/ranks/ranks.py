@@ -47,7 +47,6 @@ class Ranks:
         self.calls: dict[Channel, int] = dict.fromkeys(_CHANNELS, 0)
 
     def exchange(self, value: Any, channel: Channel = "control") -> list[Any]:
-        """Return the values of all ranks, in rank order (all-gather)."""
         return [value]
 
     def fail_step(self, text: str) -> None:

@@ -42,8 +42,6 @@ from .reduction import Reduction, ReductionPlan, groups_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opening:
-    """The message of a rank to all ranks before a call of ``forward_backward``."""
-
     rows: list[list[int | None]]  # rows of each microbatch, for each group of the rank
     seed: int  # seed of random layers
     stated: Mapping[str, object]  # what all ranks must agree on
@@ -160,7 +158,6 @@ class RankCalls(OneGroup):
         return RankSteps(self.store, table, scan)
 
     def begin(self, engine: Engine, model: nn.Module) -> None:
-        """Check that all ranks have the same model and settings, and copy the weights of rank 0 to all ranks."""
         options = {
             "replicas": self.replicas,
             "optim_dtype": self.store.optim_dtype,
@@ -219,7 +216,6 @@ class RankCalls(OneGroup):
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Stop the pipeline call in the with block when another rank reports that it has failed."""
         # `open` increments the number only after it has cut the batch, which may take seconds. Errors of the previous
         # call that arrive meanwhile must be ignored.
         with self.news.listening(self._number + 1):
@@ -391,7 +387,6 @@ class RankCalls(OneGroup):
 
 
 def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> LossReduction:
-    """Return whether losses of microbatches are summed or averaged, as found by the ranks with at least two rows."""
     found = sorted({one for one in reductions if one is not None})
     if len(found) == 1 or microbatches == 1:
         return found[0] if found else "sum"
@@ -403,13 +398,11 @@ def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> Lo
 
 
 def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
-    """Return the microbatches of each group of rows; a group without rows gets an empty list."""
     return [[] if all(microbatch.rows == 0 for microbatch in part) else part for part in parts]
 
 
 @torch.no_grad()
 def share_weights(model: nn.Module, ranks: Ranks) -> None:
-    """Overwrite weights and buffers that differ between ranks with the weights and buffers of rank 0."""
     if ranks.size == 1:
         return
     tensors = _tensors(model)

@@ -92,7 +92,6 @@ class RankGroups(RankCalls):
         return outputs
 
     def backward(self, engine: Engine, passes: GroupPasses, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run the backward of an earlier :meth:`forward`; all ranks must call this method."""
         engine.check_can_run()
         with engine.lock, self.calling(), torch.no_grad():
             call = self.open(engine, "backward", lambda: Cutting(passes.parts), passes.config)
@@ -159,7 +158,6 @@ class RankGroups(RankCalls):
             run.collected.buffers.check()
 
     def _state_halfway(self, engine: Engine, call: RankCall, passes: GroupPasses, loss: BatchLoss) -> list[Any]:
-        """Run the forward; return the loss inputs of all groups of batch rows, on all ranks."""
         own: list[Any] = []
         with Outcome() as outcome:
             with torch.enable_grad():
@@ -211,7 +209,6 @@ class RankGroups(RankCalls):
 
 
 def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """Return the outputs of all microbatches by group of rows, and a list of all tensors in the outputs."""
     # flows: whether the tensors require gradients where the tensors of the model do
     outputs, tensors = [], []
     for on_host in passes.outputs():
@@ -225,8 +222,6 @@ def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], lis
 
 @dataclasses.dataclass(slots=True)
 class GroupPasses:
-    """The completed forward passes of this rank's rows, and everything that their backward needs."""
-
     parts: list[list[FlatMicrobatch]]  # microbatches of each group
     config: RoundPipeRunConfig  # settings of the call
     # runs of the groups that have rows, with the inputs of each microbatch

@@ -91,7 +91,6 @@ class Reduction:
             self._changed.notify_all()
 
     def run(self) -> None:
-        """Exchange the gradients of all layers with the other ranks in order, as the gradients arrive."""
         for step, (turn, number) in enumerate(self._order):
             bucket, is_giver = self._plan.buckets[number], turn < len(self._own)
             if not self._may_begin(step, turn, bucket.layer, is_giver=is_giver):
@@ -141,7 +140,6 @@ class Reduction:
         return torch.empty(0, dtype=bucket.dtype) if total is None else total
 
     def _fill(self, out: torch.Tensor, turn: int, number: int, cuts: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Write the gradients of a group of rows into the send buffer: by rank, then by parameter."""
         bucket = self._plan.buckets[number]
         with self._changed:
             stopped = self._is_stopped

@@ -45,8 +45,6 @@ def on_tables(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], No
 
 
 class PartsDevice(Protocol):
-    """The methods of a device that copy rows and slices of a table to the device, and gradients back."""
-
     torch_device: torch.device
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor: ...
@@ -190,7 +188,6 @@ class TableAccess:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """A list with the device copy of the whole table, whose gradient autograd computes; ``[]`` without a copy."""
         return [] if self._whole is None else [self._whole]
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor) -> None:
@@ -227,7 +224,6 @@ def rows_of_table(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Compute ``functional.embedding`` with a table on the host; only the rows in ``input`` are copied."""
     if not isinstance(weight, HostTable) or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented  # writes the table, counts indices, or makes a sparse gradient
     return _Rows.apply(weight, input, padding_idx, weight.access)  # type: ignore[no-untyped-call] # torch's
@@ -342,7 +338,6 @@ class HostSum:
 
     @property
     def total(self) -> torch.Tensor:
-        """The tensor with the sum of gradients, which is complete after :meth:`result`."""
         if self._total is None:
             found = self._memory(self._form)
             self._total = torch.zeros_like(self._form, device="cpu") if found is None else found.zero_()

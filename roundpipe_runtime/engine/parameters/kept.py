@@ -55,7 +55,6 @@ class _Copy:
     was_trained: bool
 
     def is_of(self, parameter: torch.Tensor, source: torch.Tensor, run_version: int) -> bool:
-        """Return whether this copy was made from ``source``, and neither of the two was written since."""
         # The parameter may be frozen again after a step, when this is called next.
         self.was_trained |= parameter.requires_grad
         return (
@@ -67,8 +66,6 @@ class _Copy:
 
 
 class KeptParameters:
-    """The device copies of one model's parameters that later pipeline stages and training steps reuse."""
-
     def __init__(self, devices: Sequence[Device]) -> None:
         # By device and parameter identity. A copy that is removed here is freed when no layer uses it any more.
         self._copies: dict[str, dict[int, _Copy]] = {device.name: {} for device in devices}

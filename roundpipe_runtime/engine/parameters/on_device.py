@@ -35,8 +35,6 @@ LAYER_TITLE = "_roundpipe_layer"  # attribute of the copy of a parameter: the la
 
 
 class LayerOnDevice:
-    """The copies of one layer's parameters and buffers on a device, with which the layer computes during a stage."""
-
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     # kept: copies of parameters that stay on devices. Default: none stay.
     # version: version of the parameters that the run reads. Default: 0.
@@ -265,7 +263,6 @@ class LayerOnDevice:
                     self._parameters[key].register_post_accumulate_grad_hook(partial(_move_gradient, found))
 
     def pop_gradients(self) -> list[list[torch.Tensor]]:
-        """Remove and return the gradients of the last backward, by parameter and in the order of summation."""
         assert self._apart is not None
         popped = []
         for parameter in self.contents.parameters():
@@ -292,7 +289,6 @@ class LayerOnDevice:
                         total.add_(_addend(gradient, dtype))
 
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
-        """Call ``take`` with each parameter and its gradient, and drop gradients for which ``take`` returns true."""
         # take: gets a parameter of the host and its gradient on the device; returns whether it accepted the gradient
         for parameter in self.contents.parameters():
             copy = self._parameters[id(parameter)]
@@ -308,7 +304,6 @@ class LayerOnDevice:
     def download_gradients(
         self, scale: float, memory: GradientMemory | None, dtype: Callable[[nn.Parameter], torch.dtype] | None = None
     ) -> Gradients:
-        """Multiply the sums of gradients by ``scale``, move them to the host and return them."""
         # scale: factor for the sums. The device multiplies, because devices would wait while the host multiplied.
         # memory: host memory for gradients. Default: new memory for each gradient.
         # dtype: function that returns the dtype of a gradient on the host. Default: the dtype of the sum.
@@ -354,7 +349,6 @@ class LayerOnDevice:
         return {number: self.device.copy_out(self.buffers[number]) for number in self._find_changed()}
 
     def download_buffers(self) -> Buffers:
-        """Return host copies of the buffers that the layer has written on the device."""
         self._find_changed()
         return {number: self.device.copy_out(self.buffers[number]) for number in sorted(self._written)}
 

@@ -109,7 +109,6 @@ class TableReader:
         return len(self.table.present) == self.rows
 
     def fetch(self, rows: Iterable[int]) -> None:
-        """Copy the given rows of the parameter to the device, if needed, and record that the layer read them."""
         rows = {row for row in rows if 0 <= row < self.rows}
         self.read |= rows
         self.table.copy(rows, self._source)
@@ -314,7 +313,6 @@ class RowsOnDemand(torch.Tensor):
 
 
 def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_proved: bool) -> RowsOnDemand:
-    """Return a placeholder that stands for a parameter on a device, or for a view of the parameter."""
     # is_proved: whether grouped products are compared with and without the unused rows
     with torch.no_grad():
         found = torch.empty_like(tensor, device="meta").as_subclass(RowsOnDemand)
@@ -380,7 +378,6 @@ def _view(stand: RowsOnDemand, view: Any) -> Any:
 def _rows_by_index(
     name: str, args: Arguments, kwargs: Mapping[str, Any], rows: int, known: KnownRows
 ) -> Sequence[int] | None:
-    """Return the rows that an index selects; ``None`` for other operations or unknown kinds of index."""
     if kwargs:
         return None
     if name == "__getitem__" and len(args) == 2:
@@ -409,7 +406,6 @@ def _nonempty(ends: torch.Tensor) -> list[int]:
 
 
 def _distinct(indices: torch.Tensor) -> list[int]:
-    """Return the rows that an integer tensor or a mask selects."""
     found = indices.nonzero() if indices.dtype == torch.bool else indices
     numbers = found.reshape(-1) if found.numel() < _FEW else found.unique()
     return sorted({int(number) for number in numbers.tolist()})
@@ -493,7 +489,6 @@ class PartialLayer:
     def present_parts(
         self, parameter: nn.Parameter, copy: torch.Tensor, source: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Return pairs of views, of the device copy and of the host tensor, that cover the copied rows."""
         table, _ = self._tables.get(id(parameter), (None, None))
         if table is None or not table.by_rows:
             return None if table is None else [(copy, source)] if table.table.present else []
@@ -512,14 +507,12 @@ class PartialLayer:
         return runs_of(table.read)
 
     def complete(self) -> bool:
-        """Copy all missing rows of parameters that are copied on demand, and report whether any were missing."""
         stood_for = [table for table, _ in self._tables.values() if table.by_rows and not table.is_read]
         for table in stood_for:
             table.fetch_all()
         return bool(stood_for)
 
     def release(self, skip: Callable[[int], None]) -> None:
-        """Record for later calls which rows the layer has read, and call ``skip`` with the bytes not copied."""
         self._plan.note({key: table for key, (table, _) in self._tables.items()})
         for table, _ in self._tables.values():
             skip((table.rows - len(table.table.present)) * table.table.row_nbytes)

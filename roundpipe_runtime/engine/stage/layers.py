@@ -97,7 +97,6 @@ class StageLayers:
                 self.ahead.clear()
 
     def download(self) -> None:
-        """Copy the remaining gradients of the stage, and the buffers that its layers wrote, to the host."""
         collected = self.run.collected
         self._place.doing = _DOWNLOAD
         for layer, resident in self.here.items():
@@ -111,7 +110,6 @@ class StageLayers:
                     self._check_parameters(resident)
 
     def download_early(self, layer: int) -> None:
-        """Copy the gradients of a layer to the host while the backward of earlier layers still has to run."""
         place = self._place
         microbatch = place.microbatch
         place.layer, place.microbatch, place.doing, place.tensors = layer, None, _DOWNLOAD, None
@@ -224,7 +222,6 @@ class LayerCall(CallState):
         self.versions = self._versions()
 
     def run(self) -> None:
-        """Call the layer; repeat the call with writable inputs if the layer writes its inputs in place."""
         # A layer that never wrote its inputs in place gets the leaves themselves, which is faster. torch refuses to
         # write a leaf; then the layer is called again with writable tensors, provided that nothing was written before.
         # By mode: a layer with in-place dropout writes its inputs in training only.
@@ -244,7 +241,6 @@ class LayerCall(CallState):
         return [tensor._version for tensor in (*self.values.tensors, *self.resident.buffers)]
 
     def is_repeatable(self) -> bool:
-        """Report whether the call can be repeated, because the layer has written no input and no buffer."""
         return self.versions == self._versions()
 
     def check_repeatable(self, what: str) -> None:
@@ -332,7 +328,6 @@ class MicrobatchLoss:
         self._items: Sequence[float] = ()  # the counts that the means in the loss were divided by, if known
 
     def compute(self, labels: Any) -> None:
-        """Call the loss function with the outputs and the labels, and store the result for :meth:`back`."""
         run, spec = self._run, self._run.spec
         invoke = partial(self._invoke, labels)
         call = partial(watch_forward, invoke, spec.loss_fn, self._device.torch_device)
@@ -355,7 +350,6 @@ class MicrobatchLoss:
         return result
 
     def back(self) -> list[torch.Tensor | None]:
-        """Run the backward of the loss; return the gradients of the last layer's outputs, ``None`` where missing."""
         if self._terms:
             with self._run.loss_lock:
                 run_backward(self._back, self._run.spec.loss_fn, self._device.torch_device)

@@ -381,7 +381,6 @@ class CopyVisit(Visit):
         return results
 
     def _add_until(self, stop: int) -> None:
-        """Add the gradients of all microbatches before ``stop`` to the sums, in the order of the microbatches."""
         for microbatch in range(self._next, stop):
             for layer, resident in self.layers.here.items():
                 self.place.doing, self.place.layer = "the sum of gradients", layer

@@ -8,15 +8,6 @@ from .spec import Replicate, RoundPipePackedData, TensorChunkSpec, sizes
 from .splitting import Microbatch, infer_batch_size, split
 
 __all__ = [
-    "LossContract",
-    "Microbatch",
-    "Replicate",
-    "RoundPipePackedData",
-    "TensorChunkSpec",
-    "WeightedLoss",
-    "infer_batch_size",
-    "join",
-    "read_loss",
-    "sizes",
-    "split",
-]
+    "LossContract", "Microbatch", "Replicate", "RoundPipePackedData", "TensorChunkSpec", "WeightedLoss",
+    "infer_batch_size", "join", "read_loss", "sizes", "split",
+]  # fmt: skip

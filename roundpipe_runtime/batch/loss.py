@@ -197,7 +197,13 @@ class LossContract:
                     '    summed = cross_entropy(outputs, labels, reduction="sum")\n'
                     "    return WeightedLoss(summed, (labels != -100).sum())"
                 )
-        seed = self._seed(index)
+        if self.kind == "pair":
+            seed = 1 / self._unit()
+        elif self.reduction == "sum":
+            seed = 1.0
+        else:
+            known = self._known_rows()
+            seed = known[index] / (self._unit() if self._is_late else max(sum(known), 1))
         if read.weight == 0 or seed == 0:
             return []
         return [BackwardTerm(t, torch.full_like(t, seed)) for t in read.tensors if t.requires_grad]
@@ -278,14 +284,6 @@ class LossContract:
             if weight
         ]
         return torch.stack(terms).sum().to(first.dtype) if terms else torch.zeros_like(first)
-
-    def _seed(self, index: int) -> float:
-        if self.kind == "pair":
-            return 1 / self._unit()
-        if self.reduction == "sum":
-            return 1.0
-        rows = self._known_rows()
-        return rows[index] / (self._unit() if self._is_late else max(sum(rows), 1))
 
     def _known_rows(self) -> list[int]:
         rows = [count for count in self.rows if count is not None]

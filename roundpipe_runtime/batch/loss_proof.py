@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -369,20 +369,16 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _HasState(Protocol):
-    def get_state(self) -> torch.Tensor: ...
-
-
 class SteadyDraws(NoDropout):
     """Replaces all random numbers in the with block by constants, and disables dropout.
 
     A tensor of n random integers becomes n - 1, n - 2, ..., 0, so ``torch.randperm(n)`` still returns a permutation.
     """
 
-    # generator: random generator of the device. Default: only the host draws.
+    # generator: random generator of the device, such as `torch.Generator`. Default: only the host draws.
     # types: set to which the dtypes of computed tensors are added
 
-    def __init__(self, generator: _HasState | None = None, types: set[torch.dtype] | None = None) -> None:
+    def __init__(self, generator: Any = None, types: set[torch.dtype] | None = None) -> None:
         super().__init__()
         self.types: set[torch.dtype] = set() if types is None else types
         self._generators = [torch.default_generator, *([] if generator is None else [generator])]

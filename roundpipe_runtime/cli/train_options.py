@@ -19,7 +19,7 @@ from yobx_flatten.model_folder.source.find import MODEL_NAMES, find_model
 from yobx_flatten.terminal.running import UserError, meant_option
 
 from ..device.accelerator import parse_devices
-from ..device.disk import HOST_IN_MEMORY, check_host
+from ..device.disk import HOST_IN_MEMORY, disk_folder
 from ..device.protocol import Device
 from ..device.virtual import VirtualDevice
 from ..distributed.ranks.torchrun import own_devices
@@ -377,7 +377,7 @@ def check_quantize(kind: str, lora: str | None) -> None:
 
 def check_host_option(host: str, update: str) -> None:
     try:
-        check_host(host)
+        disk_folder(host)
     except ConfigError as error:
         raise UserError(f"--host is memory or disk:DIR, found {host!r}") from error
     if update != "masters" and host != HOST_IN_MEMORY:

@@ -274,11 +274,6 @@ def keep_with(model: nn.Module, memory: DiskMemory) -> None:
     _OF_MODELS[model] = memory
 
 
-def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
-    found = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
-    return DiskMemory(folder) if found is None or found.folder != folder else found
-
-
 def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[list[torch.Tensor]]:
     groups: list[list[torch.Tensor]] = []
     size = nbytes
@@ -326,10 +321,6 @@ def _rounded(number: int, unit: int) -> int:
 HOST_IN_MEMORY = "memory"
 _PREFIX = "disk:"
 _OF_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")  # file systems in memory
-
-
-def check_host(host: object) -> None:
-    disk_folder(host)
 
 
 def disk_folder(host: object) -> pathlib.Path | None:

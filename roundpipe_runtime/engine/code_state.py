@@ -48,7 +48,10 @@ class CallerState:
     def entered(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for local, found in self.values:
-                stack.enter_context(_set(local, found))
+                own = vars(local)
+                stack.callback(own.update, dict(own))
+                stack.callback(own.clear)  # callbacks run in reverse order
+                own.update(found)
             for mode in self.autocast:
                 stack.enter_context(torch.autocast(**mode))
             for one in self.functions:  # without `with`: the `__enter__` of a mode may reset the mode
@@ -63,18 +66,6 @@ class CallerState:
 def gradient_mode_kept() -> Undoing:
     # `torch.no_grad()` does not restore the mode if Ctrl-C is pressed while it is entered
     return Undoing(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
-
-
-@contextlib.contextmanager
-def _set(local: threading.local, found: dict[str, Any]) -> Iterator[None]:
-    own = vars(local)
-    before = dict(own)
-    own.update(found)
-    try:
-        yield
-    finally:
-        own.clear()
-        own.update(before)
 
 
 _OF_CLASSES: weakref.WeakKeyDictionary[type, tuple[threading.local, ...]] = weakref.WeakKeyDictionary()

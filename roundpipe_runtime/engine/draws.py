@@ -75,7 +75,7 @@ class Draws:
         if self.moves and (self.has_drawn or self._after):
             with moving():
                 if self.has_drawn:
-                    _draw()
+                    torch.empty((), dtype=torch.int64).random_()
                 for generator, state in self._after.values():
                     generator.set(state)
         self.end()
@@ -151,11 +151,7 @@ class CallDraws:
 def move_generator() -> None:
     """Advance torch's generator on this rank, after a pipeline call in which any rank has drawn random numbers."""
     with moving():
-        _draw()
-
-
-def _draw() -> None:
-    torch.empty((), dtype=torch.int64).random_()
+        torch.empty((), dtype=torch.int64).random_()
 
 
 def _mixed(number: int, layer: int, microbatch: int) -> int:
@@ -233,9 +229,7 @@ _BITS, _WORD = 56, 32  # bits of a seed, and the most bits that NumPy's older ge
 
 
 def _python(generator: random.Random) -> Generator:
-    def draw() -> int:
-        return generator.getrandbits(_BITS)
-
+    draw = partial(generator.getrandbits, _BITS)
     return Generator(id(generator), generator.getstate, generator.setstate, generator.seed, draw)
 
 

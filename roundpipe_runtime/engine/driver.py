@@ -257,7 +257,8 @@ class Engine(RunLifecycle):
                 f"The batch was split into {len(groups)} parts, but replicas= gives this rank {count} groups of rows. "
                 "Pass whole tensors, or one part for each group."
             )
-        self._check_rows(batch, [group.rows for group in groups], config)
+        if self.row_check is not None:
+            self.row_check.check(self, batch, [group.rows for group in groups], config)
         parts = [self.split(FlatBatch.of(group.args, group.kwargs, group.label), config) for group in groups]
         return parts + [[] for _ in range(count - len(parts))]
 
@@ -265,13 +266,9 @@ class Engine(RunLifecycle):
         """Split a group of rows into microbatches; ``is_cut`` states that other groups have rows of the same batch."""
         microbatches = self.split(batch, config)
         rows = [microbatch.rows for microbatch in microbatches]
-        if is_cut or len(rows) > 1:
-            self._check_rows(batch, rows, config)
-        return microbatches
-
-    def _check_rows(self, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        if self.row_check is not None:
+        if self.row_check is not None and (is_cut or len(rows) > 1):
             self.row_check.check(self, batch, rows, config)
+        return microbatches
 
 
 # A run is one node of the caller's autograd graph, and the node's backward runs the backward stages.

@@ -156,7 +156,7 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     A profiler looks for checkpointing in the first call of each layer only, so checkpointing that starts later is
     missed. If the thread already has a profiler, checkpointing cannot be detected, so each backward takes the lock.
     """
-    if traits_of(code).reenters.get(_mode(code)) is False:
+    if traits_of(code).reenters.get(bool(getattr(code, "training", True))) is False:
         return call()
     with generator_alone():
         return _watch(call, code) if device.type == "cpu" else call()
@@ -167,13 +167,9 @@ def watch_forward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     return call() if device.type == "cpu" or not torch.is_grad_enabled() else _watch(call, code)
 
 
-def _mode(code: Any) -> bool:
-    return bool(getattr(code, "training", True))
-
-
 def _watch(call: Callable[[], T], code: Any) -> T:
     """Return ``call()``, and record whether torch's checkpoint code has run in the call."""
-    reenters, mode = traits_of(code).reenters, _mode(code)
+    reenters, mode = traits_of(code).reenters, bool(getattr(code, "training", True))
     if mode in reenters or sys.getprofile() is not None:
         return call()
     file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)

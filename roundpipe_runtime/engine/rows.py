@@ -111,7 +111,15 @@ class RowCheck:
             else:
                 break
         else:
-            self._note(kind, reason)
+            self._failures[kind] += kind not in self._shown
+            if self._failures[kind] == 2:  # at the second call with similar inputs
+                self._shown.add(kind)
+                warn(
+                    "It could not be checked that the layers compute each row by itself, as they do not run on part of "
+                    f"the batch: {reason}. If layers mix rows, run the batch as one microbatch:\n"
+                    "    RoundPipeRunConfig(num_microbatch=1)",
+                    RoundPipeWarning,
+                )
             return
         if layer is not None:
             self._repeats.failed(kind)
@@ -140,18 +148,6 @@ class RowCheck:
         self.tried.clear()
         self._has_state = False
         self._repeats.end()
-
-    def _note(self, kind: Hashable, reason: str) -> None:
-        """Warn, at the second call with similar inputs, that it could not be checked whether layers mix rows."""
-        self._failures[kind] += kind not in self._shown
-        if self._failures[kind] == 2:
-            self._shown.add(kind)
-            warn(
-                "It could not be checked that the layers compute each row by itself, as they do not run on part of "
-                f"the batch: {reason}. If layers mix rows, run the batch as one microbatch:\n"
-                "    RoundPipeRunConfig(num_microbatch=1)",
-                RoundPipeWarning,
-            )
 
 
 def first_that_mixes(
@@ -462,24 +458,18 @@ def _mixed(column: Sequence[torch.Tensor], rows: Sequence[int], coarsest: torch.
         return False
     axes = [axis for axis, size in enumerate(whole.shape) if any(one.shape[axis] != size for one in parts)]
     if not axes:
-        return not _is_of_all_rows(whole, parts, rows, coarsest)
+        if not whole.is_floating_point():
+            return False  # a number of rows or tokens, or a position
+        stacked = torch.stack([one.double() for one in parts])
+        shares = torch.tensor(rows, dtype=torch.float64).reshape(-1, *[1] * whole.dim())
+        mean, total = (stacked * (shares / sum(rows))).sum(0), stacked.sum(0)
+        return not any(_is_close(one.to(whole.dtype), whole, coarsest) for one in (*parts, mean, total))
     if len(axes) == 1:
         (axis,) = axes
         is_joined = sum(one.shape[axis] for one in parts) == whole.shape[axis]
         return is_joined and not _is_close(torch.cat(parts, axis), whole, coarsest)
     # pairs of rows: each is compared only within its own part
     return all([one.shape[axis] for one in column] == [sum(rows), *rows] for axis in axes)
-
-
-def _is_of_all_rows(
-    whole: torch.Tensor, parts: Sequence[torch.Tensor], rows: Sequence[int], coarsest: torch.dtype | None
-) -> bool:
-    if not whole.is_floating_point():
-        return True  # a number of rows or tokens, or a position
-    stacked = torch.stack([one.double() for one in parts])
-    shares = torch.tensor(rows, dtype=torch.float64).reshape(-1, *[1] * whole.dim())
-    mean, total = (stacked * (shares / sum(rows))).sum(0), stacked.sum(0)
-    return any(_is_close(one.to(whole.dtype), whole, coarsest) for one in (*parts, mean, total))
 
 
 def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype | None) -> bool:

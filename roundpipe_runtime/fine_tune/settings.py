@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ..device.accelerator import DeviceSpec
-from ..device.disk import HOST_IN_MEMORY, check_host
+from ..device.disk import HOST_IN_MEMORY, disk_folder
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
 from ..optim.layer_contents import LargeTables, check_large_tables
@@ -103,7 +103,7 @@ class Settings:
             raise ConfigError(f'schedule must be "cosine", "linear" or "constant", found {self.schedule!r}.')
         check_large_tables(self.large_tables)
         RoundPipeRunConfig(keep_parameters=self.keep_parameters)  # raises if the value is invalid
-        check_host(self.host)
+        disk_folder(self.host)
         if self.update == "in_backward" and (self.clip or self.accumulate > 1):
             raise ConfigError(
                 "--update in_backward updates each layer during the backward pass, so gradients cannot be clipped by "

@@ -18,7 +18,7 @@ from ..batch.entries import check_call
 from ..batch.loss import LossContract, WeightedLoss
 from ..device.accelerator import AcceleratorDevice, DeviceSpec, parse_devices
 from ..device.composite import check_copyable
-from ..device.disk import HOST_IN_MEMORY, disk_folder, memory_for
+from ..device.disk import HOST_IN_MEMORY, DiskMemory, disk_folder, disk_of
 from ..device.pinning import PinnedModel
 from ..device.transfer import send_as, sent_as, shapes_of, widen
 from ..device.worker import noting
@@ -225,7 +225,10 @@ class RoundPipe(OptimizedModel):
 
             self._rp_groups = RankGroups(ranks_of(options.mesh), options.replicas, options.reduce_dtype)
         compiled = CompiledLayers(layers, check_compile_options(options.compile))
-        disk = None if folder is None else memory_for(model, folder)
+        disk = None
+        if folder is not None:  # parameters of the model may be stored there already
+            held = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
+            disk = DiskMemory(folder) if held is None or held.folder != folder else held
         of_engine = EngineOptions(
             options.optim_dtype, tag, pins, options.gradient_dtype, compiled, options.large_tables, disk, options.update
         )

@@ -127,7 +127,8 @@ class Alarm:
                 self._stopped[rank] = self._stopped.get(rank, 0.0) + _LOOK
                 self._last_stop[rank] = self._stopped[rank], time.monotonic()
                 if self._stopped[rank] > self.patience:
-                    one.end()
+                    with contextlib.suppress(OSError):
+                        os.kill(one.number, signal.SIGKILL)
             else:
                 self._stopped.pop(rank, None)
 
@@ -157,7 +158,13 @@ class Alarm:
         if any(self._is_far(rank) and self.seconds_stopped(rank) for rank in self._gone or ()):
             self.close()
             time.sleep(3 * _PERIOD)  # until the other ranks are notified, and the listener no longer uses the store
-            cut_connections()
+            # shut down all TCP connections of this process (Linux only), so that threads that wait in gloo get an error
+            for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else ():
+                with contextlib.suppress(OSError):  # already closed, or a listening socket: gloo ends the process then
+                    if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                        with socket.socket(fileno=os.dup(int(name))) as one:
+                            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
+                                one.shutdown(socket.SHUT_RDWR)
 
     def _look(self) -> None:
         """Read the process ids of new ranks from the store; stop the current call if the process of a rank ended."""
@@ -283,10 +290,6 @@ class Process(NamedTuple):
     def is_stopped(self) -> bool:
         return _state(self.number) == ("T", self.started)  # "t" is a process in a debugger
 
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            os.kill(self.number, signal.SIGKILL)
-
 
 def _state(number: int) -> tuple[str, str]:
     """Return state and start time of a process; state ``"X"`` if there is no such process, ``""`` without ``/proc``."""
@@ -295,16 +298,6 @@ def _state(number: int) -> tuple[str, str]:
         fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return fields[0], fields[19]
     return "X" if Path("/proc/self/stat").exists() else "", ""
-
-
-def cut_connections() -> None:
-    """Shut down all TCP connections of this process (Linux only), so that threads that wait in gloo get an error."""
-    for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else ():
-        with contextlib.suppress(OSError):  # already closed, or a listening socket: gloo ends the process then
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
-                        one.shutdown(socket.SHUT_RDWR)
 
 
 class _CallNews:

@@ -77,7 +77,9 @@ class RankGroups(RankCalls):
             flags = [[*map(torch.is_floating_point, one.tensors)] for one in found]
             passes.empty = [dataclasses.replace(one, needs_grad=own) for one, own in zip(found, flags, strict=True)]
         anchor = torch.empty(0, requires_grad=True)  # parameters are not inputs of the node
-        results = iter(_apply(partial(self.backward, engine, passes), passes, anchor, *passes.inputs()))
+        held = [on_host for _, values in passes.runs for on_host in values]
+        inputs = [t for one in held for t, flag in zip(one.tensors, one.needs_grad, strict=True) if flag]
+        results = iter(_apply(partial(self.backward, engine, passes), passes, anchor, *inputs))
         each = [one.structure.rebuild([next(results) for _ in one.tensors]) for one in passes.outputs()]
         outputs = merge_outputs(each, passes.rows(), passes.rows(), config)
         for index, (run, _) in enumerate(passes.runs):
@@ -241,10 +243,6 @@ class GroupPasses:
     def outputs(self) -> list[HostValue]:
         found = [run.collected.outputs[number] for run, _ in self.runs for number in range(run.spec.num_microbatch)]
         return found or self.empty
-
-    def inputs(self) -> list[torch.Tensor]:
-        held = [on_host for _, values in self.runs for on_host in values]
-        return [t for one in held for t, flag in zip(one.tensors, one.needs_grad, strict=True) if flag]
 
 
 class _Groups(torch.autograd.Function):

@@ -75,15 +75,19 @@ class HostTable(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _is_about_form(func):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):  # of an attribute of the tensor
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            is_about_form = attribute not in _VALUES and (name != "__set__" or attribute in ("grad", "requires_grad"))
+        else:
+            is_about_form = name in _FORM
+        if is_about_form:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _ON_PARTS:
             found = _ON_PARTS[func](*args, **kwargs)
             if found is not NotImplemented:
                 return found
-        name = getattr(func, "__name__", "")
         if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__"):
             raise StageError(
                 f"A layer writes a parameter of shape {tuple(args[0].shape)} in its forward ({name}). A layer runs on "
@@ -103,14 +107,6 @@ class HostTable(torch.Tensor):
             "to the devices:\n"
             '    RoundPipe(model, large_tables="whole")'
         )
-
-
-def _is_about_form(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        return attribute not in _VALUES and (name != "__set__" or attribute in ("grad", "requires_grad"))
-    return name in _FORM
 
 
 class TableAccess:

@@ -309,7 +309,41 @@ class RowsOnDemand(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Arguments = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _run(func, args, kwargs or {})
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__get__":
+            name = str(getattr(getattr(func, "__self__", None), "__name__", ""))
+        elif name == "__set__":
+            name = ""
+        call, arguments = pytree.tree_map_only(
+            RowsOnDemand, lambda stand: stand._stands_for[0], (tuple(args), dict(kwargs))
+        )
+        if name in _FACTS:
+            return func(*call, **arguments)
+        first = args[0] if args and isinstance(args[0], RowsOnDemand) else None
+        if name in _VIEWS and first is not None:
+            return _view(first, func(*call, **arguments))
+        is_product = func in grouped_products or getattr(func, "_qualified_op_name", None) in _PRODUCTS_OF_OTHERS
+        for stand in (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, RowsOnDemand)):
+            tensor, table, known, is_proved = stand._stands_for
+            rows = None
+            if stand is first:
+                rows = _rows_by_index(name, args, kwargs, table.rows, known)
+            elif is_product and len(args) > 1 and stand is args[1]:
+                ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
+                is_by_rows = isinstance(args[0], torch.Tensor) and args[0].dim() == 2 and tensor.dim() == 3
+                rows = known.find(ends, _nonempty) if is_by_rows and isinstance(ends, torch.Tensor) else None
+            if rows is None:
+                table.fetch_all()
+            else:
+                table.fetch(rows)
+                if is_product and is_proved and not table.is_complete:
+                    # whether NaN in unused rows leaves the results of the product and its backward bitwise unchanged
+                    table.table.poison()
+                    without = _product_alone(func, call, arguments)
+                    table.complete()
+                    if not all(map(torch.equal, without, _product_alone(func, call, arguments))):
+                        table.is_read_as_whole = True
+        return func(*call, **arguments)
 
 
 def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_proved: bool) -> RowsOnDemand:
@@ -319,48 +353,6 @@ def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_
     vars(found).update(vars(tensor))
     found._stands_for = tensor, table, known, is_proved
     return found
-
-
-def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-    """Copy the rows that an operation reads, and run it on device copies of the parameters instead of placeholders."""
-    name = _name_of(func)
-    call, arguments = pytree.tree_map_only(
-        RowsOnDemand, lambda stand: stand._stands_for[0], (tuple(args), dict(kwargs))
-    )
-    if name in _FACTS:
-        return func(*call, **arguments)
-    first = args[0] if args and isinstance(args[0], RowsOnDemand) else None
-    if name in _VIEWS and first is not None:
-        return _view(first, func(*call, **arguments))
-    is_product = func in grouped_products or getattr(func, "_qualified_op_name", None) in _PRODUCTS_OF_OTHERS
-    for stand in (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, RowsOnDemand)):
-        tensor, table, known, is_proved = stand._stands_for
-        rows = None
-        if stand is first:
-            rows = _rows_by_index(name, args, kwargs, table.rows, known)
-        elif is_product and len(args) > 1 and stand is args[1]:
-            ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
-            is_by_rows = isinstance(args[0], torch.Tensor) and args[0].dim() == 2 and tensor.dim() == 3
-            rows = known.find(ends, _nonempty) if is_by_rows and isinstance(ends, torch.Tensor) else None
-        if rows is None:
-            table.fetch_all()
-        else:
-            table.fetch(rows)
-            if is_product and is_proved and not table.is_complete:
-                # whether NaN in unused rows leaves the results of the product and its backward bitwise unchanged
-                table.table.poison()
-                without = _product_alone(func, call, arguments)
-                table.complete()
-                if not all(map(torch.equal, without, _product_alone(func, call, arguments))):
-                    table.is_read_as_whole = True
-    return func(*call, **arguments)
-
-
-def _name_of(func: Any) -> str:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return str(getattr(getattr(func, "__self__", None), "__name__", ""))
-    return "" if name == "__set__" else name
 
 
 def _view(stand: RowsOnDemand, view: Any) -> Any:

@@ -47,8 +47,19 @@ class StageLayers:
         return self.run.timer.measure(kind, self.stage.index, self.device, microbatch, layer)
 
     def resident(self, layer: int) -> LayerOnDevice:
-        if self.ahead:
-            self._upload_ahead()
+        following = self._following
+        # Otherwise the upload would begin after the current stage: a layer that reads a value back from the device
+        # makes the host wait, so the host reaches the next stage no earlier than the device.
+        if self.ahead and following is not None and self.has_room is not None and self.has_room(self._nbytes_ahead):
+            self._place.doing = "the upload of the following stage"
+            while self.ahead and self.run.table.can_read(self.ahead[0], self.run.version):
+                ahead = self.ahead.popleft()
+                if ahead in self.here or (self.device.name, ahead) in self.run.residents:
+                    continue
+                try:
+                    self.run.residents[self.device.name, ahead] = self._copy(ahead, following)
+                except DeviceMemoryError:  # activations of this stage need the room
+                    self.ahead.clear()
         if layer not in self.here:
             self._upload(layer)
             self.upload_ready()
@@ -78,23 +89,6 @@ class StageLayers:
             contents = run.spec.contents[layer]
             how = store.source, store.gradient_dtype, run.kept, run.version, run.gradient_memory, run.partial_plan
             return LayerOnDevice(contents, self.device, *how)
-
-    def _upload_ahead(self) -> None:
-        """Upload the available layers of the following stage, if the device has free memory for them now."""
-        # Otherwise the upload would begin after the current stage: a layer that reads a value back from the device
-        # makes the host wait, so the host reaches the next stage no earlier than the device.
-        following = self._following
-        if following is None or self.has_room is None or not self.has_room(self._nbytes_ahead):
-            return
-        self._place.doing = "the upload of the following stage"
-        while self.ahead and self.run.table.can_read(self.ahead[0], self.run.version):
-            layer = self.ahead.popleft()
-            if layer in self.here or (self.device.name, layer) in self.run.residents:
-                continue
-            try:
-                self.run.residents[self.device.name, layer] = self._copy(layer, following)
-            except DeviceMemoryError:  # activations of this stage need the room
-                self.ahead.clear()
 
     def download(self) -> None:
         collected = self.run.collected

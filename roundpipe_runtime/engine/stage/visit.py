@@ -231,7 +231,8 @@ class Visit:
         if self.spec.looks and self.spec.kind != "infer":
             self._look(resident, microbatch, kind, result, exits)
         elif kind != "forward" and microbatch == 0 and layer + 1 == self.spec.span.stop:
-            self._check_leaves(resident, result, exits)  # in each run: auxiliary loss terms depend on the batch
+            # in each run: auxiliary loss terms depend on the batch
+            check_leaves(resident.contents, exits, result.entries, resident.parameters(), self.spec.contents)
         flags = [tensor.requires_grad for tensor in exits]
         return Values(structure, results, flags), LayerGraph(layer, result.entries, exits)
 
@@ -256,16 +257,13 @@ class Visit:
                 if kind == "forward" and self.spec.kind != "infer":
                     self.collected.attributes[key] = before
 
-    def _check_leaves(self, resident: LayerOnDevice, result: LayerCall, exits: Sequence[torch.Tensor]) -> None:
-        check_leaves(resident.contents, exits, result.entries, resident.parameters(), self.spec.contents)
-
     def _look(
         self, resident: LayerOnDevice, microbatch: int, kind: CallKind, result: LayerCall, exits: Sequence[torch.Tensor]
     ) -> None:
         """Check that recomputed outputs are equal, and that gradients flow only to inputs and parameters of a layer."""
         key = resident.contents.index, microbatch
         if kind != "forward":
-            self._check_leaves(resident, result, exits)
+            check_leaves(resident.contents, exits, result.entries, resident.parameters(), self.spec.contents)
         if kind == "fused" or not self.spec.preserve_rng_state:
             return
         with self.device.computing(resident.ready):

@@ -205,7 +205,8 @@ class Engine(RunLifecycle):
     def _samples(
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> Iterator[Sample]:
-        self.wait_exact_step()
+        if self.steps.is_exact:
+            self.steps.wait_update()
         others = [on_host(leaf.value) for leaf in batch.label.leaves]
         tried = [] if self.row_check is None else self.row_check.tried
         span, alone = range(len(self.layers)), dataclasses.replace(config, execute_plan=None, output_device=None)

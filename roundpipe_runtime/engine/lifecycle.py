@@ -379,10 +379,6 @@ class RunLifecycle:
                 "pipeline its own devices."
             )
 
-    def wait_exact_step(self) -> None:
-        if self.steps.is_exact:
-            self.steps.wait_update()
-
     def try_layers(
         self,
         microbatches: Sequence[FlatMicrobatch],

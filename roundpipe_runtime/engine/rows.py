@@ -162,7 +162,8 @@ def first_that_mixes(
     # number: number of layers that run
     # leaves_of: function that returns the compared leaves of an output. Default: all leaves.
     # tried: list to which the trials are added
-    engine.wait_exact_step()
+    if engine.steps.is_exact:
+        engine.steps.wait_update()
     compare = _Comparison(engine, config, leaves_of)
     found = None
     # layers may not accept some rows; if the call itself also fails, that error is raised

@@ -167,10 +167,6 @@ class RunSpec:
     compiled: CompiledLayers = NOT_COMPILED  # layers that torch compiles
 
     @functools.cached_property
-    def has_copies(self) -> bool:
-        return any(stage.copies > 1 for stage in self.stages)
-
-    @functools.cached_property
     def restarts(self) -> set[int]:
         """Indices of the layers whose inputs are stored, because a backward stage starts a recomputation with them."""
         backward = [stage.layers for stage in self.stages if stage.kind == "backward"]

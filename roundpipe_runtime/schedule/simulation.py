@@ -152,7 +152,14 @@ def simulate(
                 one = dataclasses.replace(load, copy=copy, download=load.download if is_sum else 0)
                 state.run(index, one, device, range(copy, num_microbatch, load.copies))
         ends.append(max(state.done, default=0.0))
-    peak = state.peak_memory()
+    peak = 0
+    for loads in state.loads:
+        for load, following in itertools.zip_longest(loads, loads[1:], fillvalue=StageLoad(0.0)):
+            # activations of the current microbatch, the next inputs and the previous outputs
+            held = load.upload + load.download + load.working + 2 * (load.inputs + load.outputs)
+            # gradients of two microbatches and, on the device that adds them, gradients from another copy
+            held += (3 if load.download else 2) * load.share
+            peak = max(peak, held + following.upload)
     if peak > machine.memory:
         raise ConfigError(
             f"A device needs {format_bytes(peak)} of memory, but has {format_bytes(machine.memory)}. Use smaller "
@@ -279,14 +286,3 @@ class _State:
         end = start + load.compute
         self.steps.append(TimedStep(Step(index, microbatch, device), start, end))
         return end
-
-    def peak_memory(self) -> int:
-        peaks = [0]
-        for loads in self.loads:
-            for load, following in itertools.zip_longest(loads, loads[1:], fillvalue=StageLoad(0.0)):
-                # activations of the current microbatch, the next inputs and the previous outputs
-                held = load.upload + load.download + load.working + 2 * (load.inputs + load.outputs)
-                # gradients of two microbatches and, on the device that adds them, gradients from another copy
-                held += (3 if load.download else 2) * load.share
-                peaks.append(held + following.upload)
-        return max(peaks)

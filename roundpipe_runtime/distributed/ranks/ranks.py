@@ -68,10 +68,6 @@ class Ranks:
         first = self.rank - self.rank % self.num_shards
         return list(range(first, first + self.num_shards))
 
-    def copy_members(self) -> list[int]:
-        """Return the ranks that hold the same shard as this rank, in the order of the copies of the model."""
-        return list(range(self.rank % self.num_shards, self.size, self.num_shards))
-
     def close(self) -> None: ...
 
 

@@ -182,7 +182,8 @@ class Reduction:
                 gathered.append(parts)
                 found = whole
             rows.append(found)
-        ranks.gather(gathered, ranks.copy_members(), "data")
+        same_shard = range(ranks.rank % ranks.num_shards, ranks.size, ranks.num_shards)  # ranks, one for each copy
+        ranks.gather(gathered, same_shard, "data")
         return rows
 
     def _pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:

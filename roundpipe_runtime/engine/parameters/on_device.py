@@ -373,15 +373,10 @@ class LayerOnDevice:
         self.device.release(self._memory)
         for table in self._tables.values():
             table.release()
-        self._tables.clear()
-        self._memory.clear()
-        self._parameters.clear()
-        self._places.clear()
-        self._states.clear()
-        self._sums.clear()
         self._apart = None
-        self.buffers.clear()
-        self._marks.clear()
+        held: list[Any] = [self._tables, self._memory, self._parameters, self._places, self._states, self._sums]
+        for one in (*held, self.buffers, self._marks):
+            one.clear()
 
 
 def _move_gradient(found: list[torch.Tensor], copy: torch.Tensor) -> None:

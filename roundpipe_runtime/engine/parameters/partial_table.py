@@ -185,7 +185,11 @@ class RoutedParameters:
         by_rows: dict[int, bool] = {}
         groups: dict[int, Group] = {}
         for layer in contents:
-            for name, members in self._groups(layer).items():
+            held = tuple((id(slot.owner), id(slot.parameter)) for slot in layer.slots)
+            known = self._found.get(layer.index)
+            if known is None or known[0] != held:
+                known = self._found[layer.index] = held, find_groups(layer)
+            for name, members in known[1].items():
                 is_stacked = members[0].dim() == 3 and (layer.index, name, True) not in self._refused
                 if not is_stacked and len(members) == 1:
                     continue  # only copied whole
@@ -199,14 +203,6 @@ class RoutedParameters:
         if not by_rows:
             return NOTHING_PARTIAL
         return PartialPlan(by_rows, is_look, lambda tables: self._note(tables, groups, size))
-
-    def _groups(self, layer: LayerContents) -> dict[str, Members]:
-        """Return the parameter groups of a layer, which are cached until the layer's parameters change."""
-        held = tuple((id(slot.owner), id(slot.parameter)) for slot in layer.slots)
-        known = self._found.get(layer.index)
-        if known is None or known[0] != held:
-            known = self._found[layer.index] = held, find_groups(layer)
-        return known[1]
 
     def _note(self, tables: Mapping[int, TableReader], groups: Mapping[int, Group], size: Hashable) -> None:
         read: collections.Counter[Group] = collections.Counter()
@@ -321,13 +317,24 @@ class RowsOnDemand(torch.Tensor):
             return func(*call, **arguments)
         first = args[0] if args and isinstance(args[0], RowsOnDemand) else None
         if name in _VIEWS and first is not None:
-            return _view(first, func(*call, **arguments))
+            view, (tensor, table, known, is_proved) = func(*call, **arguments), first._stands_for
+            if view is tensor:
+                return first
+            has_rows = view.dim() > 1 and view.shape[0] == table.rows and view.stride(0) == tensor.stride(0)
+            if has_rows and view.storage_offset() == tensor.storage_offset():
+                return stand_for(view, table, known, is_proved=is_proved)
+            table.fetch_all()
+            return view
         is_product = func in grouped_products or getattr(func, "_qualified_op_name", None) in _PRODUCTS_OF_OTHERS
         for stand in (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, RowsOnDemand)):
             tensor, table, known, is_proved = stand._stands_for
-            rows = None
+            rows: Sequence[int] | None = None  # `None` for an operation that may read any row
             if stand is first:
-                rows = _rows_by_index(name, args, kwargs, table.rows, known)
+                if not kwargs and name == "__getitem__" and len(args) == 2:
+                    index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+                    rows = _named(index, table.rows, known)
+                elif not kwargs and name in ("select", "index_select") and len(args) == 3 and args[1] == 0:
+                    rows = _named(args[2], table.rows, known)
             elif is_product and len(args) > 1 and stand is args[1]:
                 ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
                 is_by_rows = isinstance(args[0], torch.Tensor) and args[0].dim() == 2 and tensor.dim() == 3
@@ -353,30 +360,6 @@ def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_
     vars(found).update(vars(tensor))
     found._stands_for = tensor, table, known, is_proved
     return found
-
-
-def _view(stand: RowsOnDemand, view: Any) -> Any:
-    """If a view has the rows of the parameter, return a placeholder for it; else copy all rows, and return the view."""
-    tensor, table, known, is_proved = stand._stands_for
-    if view is tensor:
-        return stand
-    has_rows = view.dim() > 1 and view.shape[0] == table.rows and view.stride(0) == tensor.stride(0)
-    if has_rows and view.storage_offset() == tensor.storage_offset():
-        return stand_for(view, table, known, is_proved=is_proved)
-    table.fetch_all()
-    return view
-
-
-def _rows_by_index(
-    name: str, args: Arguments, kwargs: Mapping[str, Any], rows: int, known: KnownRows
-) -> Sequence[int] | None:
-    if kwargs:
-        return None
-    if name == "__getitem__" and len(args) == 2:
-        return _named(args[1][0] if isinstance(args[1], tuple) and args[1] else args[1], rows, known)
-    if name in ("select", "index_select") and len(args) == 3 and args[1] == 0:
-        return _named(args[2], rows, known)
-    return None
 
 
 def _named(index: Any, rows: int, known: KnownRows) -> Sequence[int] | None:

@@ -371,5 +371,5 @@ class MicrobatchLoss:
         pairs = zip(cast(list[nn.Parameter], outside), found[len(wanted) :], strict=True)
         collected = self._run.collected
         collected.loss_gradients[self._microbatch] = {leaf: one for leaf, one in pairs if one is not None}
-        if not self._run.spec.has_copies:
+        if all(stage.copies == 1 for stage in self._run.spec.stages):
             collected.add_loss_gradients(len(self._run.spec.contents))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -86,10 +87,7 @@ def _join_leaf(
 ) -> Any:
     path, values = column[0].path, [leaf.value for leaf in column]
     if rule is not None and rule.reduce is not None:
-        total = rule.init
-        for value in values:
-            total = rule.reduce(total, value)
-        return total
+        return functools.reduce(rule.reduce, values, rule.init)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if len(tensors) != len(values) or (rule is not None and rule.dim is None):
         return _the_same(path, values)

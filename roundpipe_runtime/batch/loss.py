@@ -221,9 +221,11 @@ class LossContract:
         with self._lock:
             for other, before in self._values.items():
                 if (before.kind, len(before.tensors)) != (read.kind, len(read.tensors)):
+                    kinds = {"tensor": "a tensor", "sequence": "{} tensors", "pair": "a pair (sum, weight)"}
+                    here, there = (kinds[value.kind].format(len(value.tensors)) for value in (read, before))
                     raise LossError(
-                        f"loss_fn returned {_format_kind(read)} for microbatch {index}, and {_format_kind(before)} for "
-                        f"microbatch {other}. All microbatches must return the same kind of loss."
+                        f"loss_fn returned {here} for microbatch {index}, and {there} for microbatch {other}. All "
+                        "microbatches must return the same kind of loss."
                     )
             if not self._values:
                 is_short = read.tensors[0].dtype in (torch.float16, torch.bfloat16)
@@ -368,8 +370,3 @@ def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) ->
             "Autograd finds no path from the loss to the model's outputs, so nothing would be trained. Compute the "
             "loss without .detach(), .item(), NumPy and comparisons."
         )
-
-
-def _format_kind(value: LossValue) -> str:
-    several = f"{len(value.tensors)} tensors"
-    return {"tensor": "a tensor", "sequence": several, "pair": "a pair (sum, weight)"}[value.kind]

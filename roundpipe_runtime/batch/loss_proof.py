@@ -127,8 +127,6 @@ def prove(
 
 
 class _Difference:
-    """Differences of loss and gradients between all rows and the weighted sum over subsets of the rows."""
-
     def __init__(self, whole: Part, parts: Sequence[Part], leaves: Sequence[torch.Tensor]) -> None:
         self._whole, self._parts, self._leaves = whole, parts, leaves
         self._factor = 1.0 if whole.weight is None else 1 / whole.weight

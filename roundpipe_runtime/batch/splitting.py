@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -364,8 +364,9 @@ def batch_axes(inputs: Sequence[Entry], labels: Sequence[Entry], rules: Rules) -
                 f"{format_value(leaf.value)}."
             )
     has_rules = all(entry.rule is not None for entry in entries if _has_rows(entry))
-    if has_rules and len({*_sizes(_cut_by_rule(entries))} - {1}) > 1:  # each leaf is split by its own rule
-        rows = set(_sizes(_cut_by_rule(labels)))
+    cut, cut_labels = ([e for e in some if e.rule is not None and e.axis is not None] for some in (entries, labels))
+    if has_rules and len({*_sizes(cut)} - {1}) > 1:  # each leaf is split by its own rule
+        rows = set(_sizes(cut_labels))
         axes = [e.axis if e.axis is not None and e.shape[e.axis] > 1 else None for e in entries]
         batch = rows.pop() if len(rows) == 1 else None
         return BatchAxes(batch, axes[: len(inputs)], axes[len(inputs) :], apart=True)
@@ -432,10 +433,6 @@ def _sizes(entries: Sequence[Entry]) -> dict[int, list[str]]:
     for entry in entries:
         found.setdefault(entry.shape[entry.axis or 0], []).append(entry.path)
     return found
-
-
-def _cut_by_rule(entries: Iterable[Entry]) -> list[Entry]:
-    return [entry for entry in entries if entry.rule is not None and entry.axis is not None]
 
 
 def _has_rows(entry: Entry) -> bool:

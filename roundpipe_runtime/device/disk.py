@@ -222,7 +222,6 @@ class DiskMemory:
         return_freed()
 
     def _ranges(self, tensors: Iterable[torch.Tensor]) -> list[tuple[_Part, int, int]]:
-        """Return the page ranges of tensors that are stored in this file, each with its mapped part of the file."""
         held = [tensor for tensor in tensors if tensor.numel() and self.holds(tensor)]
         found = []
         for start, end in pages_of(held):

@@ -177,13 +177,10 @@ class EventClock(Clock):
     def __init__(self, device: torch.device, stream: torch.Stream, others: Mapping[str, torch.Stream]) -> None:
         self._device, self._stream, self._others = device, stream, others
         self._start = time.perf_counter()
-        self._first = self._record(stream)
-
-    def _record(self, stream: torch.Stream) -> torch.Event:
-        return stream.record_event(torch.Event(self._device, enable_timing=True))
+        self._first = self.now("")
 
     def now(self, kind: str) -> torch.Event:
-        return self._record(self._others.get(kind, self._stream))
+        return self._others.get(kind, self._stream).record_event(torch.Event(self._device, enable_timing=True))
 
     def seconds(self, moment: float | torch.Event) -> float:
         assert not isinstance(moment, float)

@@ -134,7 +134,6 @@ def send(
     last: bool = False,
     copies: HostCopies | None = None,
 ) -> HostValue:
-    """Copy device tensors to the host, and return a nested value that can be read when the copies are complete."""
     # last: whether the caller no longer writes to the tensors
     # copies: copies that the host already has; new copies are added
     on_host: list[tuple[torch.Tensor, Event | None]] = []
@@ -192,7 +191,6 @@ def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
 
 
 def sent_as(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the names of parameters whose dtype on devices differs from that on the host, and the dtype on devices."""
     return {name: p.__dict__[_SENT_AS] for name, p in model.named_parameters() if _SENT_AS in p.__dict__}
 
 

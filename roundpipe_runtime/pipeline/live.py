@@ -49,7 +49,6 @@ def own_forward(module: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def with_own_forwards(model: nn.Module) -> Iterator[None]:
-    """Context manager that undoes a pipeline's replacements of the model's ``forward`` functions."""
     held = [(vars(module), vars(module).get("forward")) for module in model.modules()]
     taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
 

@@ -167,7 +167,6 @@ class Alarm:
                                 one.shutdown(socket.SHUT_RDWR)
 
     def _look(self) -> None:
-        """Read the process ids of new ranks from the store; stop the current call if the process of a rank ended."""
         for rank in range(self._size):
             key = f"{self._prefix}/process/{rank}"
             if rank not in self._processes and self._store.check([key]):
@@ -307,7 +306,6 @@ class _CallNews:
         self.arrived: queue.SimpleQueue[BaseException | Future[None]] = queue.SimpleQueue()
 
     def stop(self, reason: BaseException) -> None:
-        """Stop the forward and backward of the call, and wake the thread that waits for the summed gradients."""
         self.reason = reason
         run = self.run
         if run is not None:
@@ -329,7 +327,6 @@ class News:
 
     @property
     def reason(self) -> BaseException | None:
-        """The error that stops the current call; ``None`` while the call continues."""
         return self._call.reason
 
     @contextlib.contextmanager
@@ -366,7 +363,6 @@ class News:
         return summed
 
     def wait(self, summed: Future[None]) -> None:
-        """Wait until the gradients are summed over the ranks, or raise the error that stops the pipeline call."""
         arrived = self._call.arrived
         with Uninterrupted(stop=arrived.put):
             found = arrived.get()

@@ -191,7 +191,6 @@ class RankGroups(RankCalls):
         passes: GroupPasses,
         gradients: Callable[[], Sequence[torch.Tensor | None]],
     ) -> Any:
-        """Run the backward for this rank's rows, write gradients if all ranks succeed, and return the loss."""
         call.runs += passes.runs
 
         def work() -> None:

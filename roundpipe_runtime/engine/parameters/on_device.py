@@ -274,7 +274,6 @@ class LayerOnDevice:
         return popped
 
     def add_gradients(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Add results of :meth:`pop_gradients`, of this or another device, to the gradient sums."""
         # gradients: result of `pop_gradients`, on this device. Its tensors may be written.
         with torch.no_grad():
             for parameter, found in zip(self.contents.parameters(), gradients, strict=True):

@@ -185,8 +185,6 @@ def steady_draws(spec: RunSpec, generator: VisitGenerator) -> contextlib.Abstrac
 
 
 class LayerCall(CallState):
-    """The state of one call of a layer, whose forward may be attempted several times."""
-
     # kind: `"forward"` (a backward stage will call the layer again), `"fused"` or `"recompute"`
     # data: data that the first forward saved, for a recomputation
 

@@ -71,7 +71,7 @@ class Visit:
         self._completes: int | None = self.spec.num_microbatch - 1
 
     def run_all(self, has_room: HasRoom | None) -> None:
-        self.layers.has_room = has_room
+        self.layers.has_room, place = has_room, self.place
         self.layers.is_measured = self.run.timer.measures(self.device)
         self._is_bare = not (self.layers.is_measured or self.spec.caller)
         try:
@@ -81,19 +81,16 @@ class Visit:
                 work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
                 for microbatch in self.stage.microbatches(self.spec.num_microbatch):
                     self.run.mailbox.check()
-                    self._at(None, microbatch)
+                    place.layer, place.microbatch, place.tensors = None, microbatch, None
                     work(microbatch)
                 # A later error does not belong to the last microbatch.
-                self._at(None, None)
+                place.layer = place.microbatch = place.tensors = None
                 self._download()
         finally:
             self.generator.restore()
 
     def _download(self) -> None:
         self.layers.download()
-
-    def _at(self, layer: int | None, microbatch: int | None) -> None:
-        self.place.layer, self.place.microbatch, self.place.tensors = layer, microbatch, None
 
     def _forward(self, microbatch: int) -> None:
         on_host = self._take_input(microbatch)

@@ -264,12 +264,10 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
 def rows_of_parts(
     parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> list[int | None]:
-    """Count the rows of each microbatch that a user's split function made; if that fails, return ``None`` for each.
-
-    Rows are counted along the batch axes of split tensors; a tensor that is the same object in all microbatches is
-    ignored. If tensors have different row counts, a tensor is used only if its row counts add up to its size before the
-    split.
-    """
+    """Count the rows of each microbatch that a user's split function made; if that fails, return ``None`` for each."""
+    # Rows are counted along the batch axes of split tensors; a tensor that is the same object in all microbatches is
+    # ignored. If tensors have different row counts, a tensor is used only if its row counts add up to its size before
+    # the split.
     # parts: trees by name, one mapping per microbatch
     # others: parts of the labels, if a function split the labels and the inputs
     known, seen = _columns(parts)

@@ -312,10 +312,8 @@ class LossContract:
 
 
 def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
-    """Warn if microbatches differ in size, because the mean of their mean losses is not the mean of the batch.
-
-    Return whether a warning was given. Weighted losses, unlike those of ``loss_reduction="sum"``, need no warning.
-    """
+    """Warn if microbatches differ in size, because the mean of their mean losses is not the mean of the batch."""
+    # Return whether a warning was given. Weighted losses, unlike those of `loss_reduction="sum"`, need no warning.
     if len(set(rows)) <= 1 and len(rows) == num_microbatch:
         return False
     warn(

@@ -368,11 +368,9 @@ class NoDropout(TorchFunctionMode):
 
 
 class SteadyDraws(NoDropout):
-    """Replaces all random numbers in the with block by constants, and disables dropout.
+    """Replaces all random numbers in the with block by constants, and disables dropout."""
 
-    A tensor of n random integers becomes n - 1, n - 2, ..., 0, so ``torch.randperm(n)`` still returns a permutation.
-    """
-
+    # A tensor of n random integers becomes n - 1, n - 2, ..., 0, so `torch.randperm(n)` still returns a permutation.
     # generator: random generator of the device, such as `torch.Generator`. Default: only the host draws.
     # types: set to which the dtypes of computed tensors are added
 

@@ -30,11 +30,10 @@ class StoppedRun(BaseException):
 
 
 class Worker:
-    """A thread that runs submitted functions in order; the thread starts when the first one is submitted.
+    """A thread that runs submitted functions in order; the thread starts when the first one is submitted."""
 
-    The thread ends at :meth:`close`, when the worker is garbage-collected, or at the end of the program, which waits
-    for the thread.
-    """
+    # The thread ends at `close`, when the worker is garbage-collected, or at the end of the program, which waits for
+    # the thread.
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -191,12 +190,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class Uninterrupted:
-    """A context manager that defers ``KeyboardInterrupt`` to the end of the with block.
+    """A context manager that defers ``KeyboardInterrupt`` to the end of the with block."""
 
-    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread. In the main
-    thread, the with block replaces the Python handler of SIGINT, if there is one; in other threads it does nothing.
-    """
-
+    # Python raises `KeyboardInterrupt` in its SIGINT handler, between any two lines of the main thread. In the main
+    # thread, the with block replaces the Python handler of SIGINT, if there is one; in other threads it does nothing.
     # stop: called at once with the exception of the handler, to make the block end soon, whose end raises the exception
     # if the block raises no error. Later signals are ignored. Without `stop`, the handler is called at the end.
 

@@ -176,12 +176,11 @@ class ShardedStore(RankStore):
 
 
 class Target:
-    """The tensor that the optimizer updates for a parameter on this rank: a view of the parameter, or a master weight.
+    """The tensor of a parameter that the optimizer updates on this rank: a view of the parameter, or a master weight."""
 
-    If the optimizer works in the dtype of the parameter, the updated tensor is a view of this rank's rows of the
-    parameter. If the optimizer works in another dtype, the updated tensor is a master weight. A frozen parameter needs
-    no master weight, so a NaN that is expanded to the shape of the rows, and takes no memory, stands for it.
-    """
+    # If the optimizer works in the dtype of the parameter, the updated tensor is a view of this rank's rows of the
+    # parameter. If the optimizer works in another dtype, the updated tensor is a master weight. A frozen parameter
+    # needs no master weight, so a NaN that is expanded to the shape of the rows, and takes no memory, stands for it.
 
     def __init__(self, store: ShardedStore, parameter: nn.Parameter) -> None:
         self._store = store

@@ -198,20 +198,17 @@ def state_of(code: object) -> Hashable:
         else:
             found.append(_mark(value))
             for one in value.modules() if isinstance(value, nn.Module) else [value]:
-                found += _held(one)
+                attributes = getattr(one, "__dict__", None)
+                if type(attributes) is not dict or isinstance(one, torch.Tensor):
+                    continue
+                for name, held in attributes.items():
+                    if type(held) in _PLAIN:
+                        found.append((name, held))
+                    elif isinstance(held, torch.Tensor):
+                        found.append((name, _mark(held)))
+                if isinstance(one, nn.Module):
+                    found += map(_mark, attributes.get("_buffers", {}).values())
     return tuple(found)
-
-
-def _held(value: object) -> Iterator[Hashable]:
-    attributes = getattr(value, "__dict__", None)
-    if type(attributes) is dict and not isinstance(value, torch.Tensor):
-        for name, one in attributes.items():
-            if type(one) in _PLAIN:
-                yield name, one
-            elif isinstance(one, torch.Tensor):
-                yield name, _mark(one)
-        for buffer in attributes.get("_buffers", {}).values() if isinstance(value, nn.Module) else ():
-            yield _mark(buffer)
 
 
 def _mark(value: object) -> Hashable:

@@ -151,11 +151,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
-    """Run a backward, with the CPU's random generator locked if the backward recomputes a forward (checkpointing).
-
-    A profiler looks for checkpointing in the first call of each layer only, so checkpointing that starts later is
-    missed. If the thread already has a profiler, checkpointing cannot be detected, so each backward takes the lock.
-    """
+    """Run a backward, with the CPU's random generator locked if the backward recomputes a forward (checkpointing)."""
+    # A profiler looks for checkpointing in the first call of each layer only, so checkpointing that starts later is
+    # missed. If the thread already has a profiler, checkpointing cannot be detected, so each backward takes the lock.
     if traits_of(code).reenters.get(bool(getattr(code, "training", True))) is False:
         return call()
     with generator_alone():

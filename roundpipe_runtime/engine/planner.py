@@ -60,10 +60,8 @@ class Planner:
         return self._inference if kind == "infer" else self._training
 
     def wants_events(self, kind: RunType) -> bool:
-        """Count the pipeline calls of each kind, and return whether the accelerators' times of this call are measured.
-
-        The first calls of a kind are measured, and the last two calls before an execution plan is computed again.
-        """
+        """Count pipeline calls by kind, and return whether the accelerators' times of this call are measured."""
+        # The first calls of a kind are measured, and the last two calls before an execution plan is computed again.
         self._runs[kind] += 1
         number = self._runs[kind]
         return number <= _MEASURED_FIRST or is_due(number - 1) or is_due(number)  # timing takes two events per task

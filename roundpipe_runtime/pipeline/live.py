@@ -66,12 +66,11 @@ def with_own_forwards(model: nn.Module) -> Iterator[None]:
 
 
 class ModelReading:
-    """A record of a model's modules, functions and attributes, and of its layers, to detect later changes.
+    """A record of a model's modules, functions and attributes, and of its layers, to detect later changes."""
 
-    Modules, their classes and their ``forward`` functions are compared by identity. The pipeline runs copies of the
-    modules outside the layers, so their attributes and parameter names are also compared. The record references the
-    objects, so that a new object cannot have the address of an old object.
-    """
+    # Modules, their classes and their `forward` functions are compared by identity. The pipeline runs copies of the
+    # modules outside the layers, so their attributes and parameter names are also compared. The record references the
+    # objects, so that a new object cannot have the address of an old object.
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         self._objects: list[object] = []

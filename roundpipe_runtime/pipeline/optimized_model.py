@@ -276,10 +276,8 @@ _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DER
 
 
 def bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a function with the current values of the global and closure variables that the function reads.
-
-    A function that assigns global or closure variables is returned unchanged, because other code reads the new values.
-    """
+    """Copy a function, with the current values of the global and closure variables that the function reads."""
+    # a function that assigns global or closure variables is returned unchanged: other code reads the new values
     return _bound(function, {}, {}) if isinstance(function, types.FunctionType) else function
 
 

@@ -201,10 +201,8 @@ class TimelineFileError(RoundPipeError, ValueError):
 
 
 def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
-    """Load the timelines of several processes, in the order of ranks, into one timeline.
-
-    The timelines are aligned by their start times; if a file has no start time, all timelines begin together.
-    """
+    """Load the timelines of several processes, in the order of ranks, into one timeline."""
+    # The timelines are aligned by their start times; if a file has no start time, all timelines begin together.
     # if there are several files, the names of devices are `"rank 0 cuda:0"` and so on
     if len(paths) == 1:
         return _read(paths[0])[0]

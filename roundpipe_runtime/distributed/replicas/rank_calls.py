@@ -94,11 +94,10 @@ class RankCall(Call):
 
 
 class GroupLosses(LossContract):
-    """Collects the losses of one group of rows for the :class:`LossContract` of the whole batch.
+    """Collects the losses of one group of rows for the :class:`LossContract` of the whole batch."""
 
-    The initial gradient of a group's backward depends on the row counts of all groups. The gradients are scaled after
-    the sum over all groups, because the scale is known only when all ranks have computed their losses.
-    """
+    # The initial gradient of a group's backward depends on the row counts of all groups. The gradients are scaled after
+    # the sum over all groups, because the scale is known only when all ranks have computed their losses.
 
     def __init__(self, whole: LossContract, first: int, count: int) -> None:
         super().__init__(whole.reduction, whole.rows[first : first + count])

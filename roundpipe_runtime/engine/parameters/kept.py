@@ -153,12 +153,11 @@ class KeptParameters:
 
 
 class GradientMemory:
-    """Pinned memory with an address range for the gradient of each parameter of each layer.
+    """Pinned memory with an address range for the gradient of each parameter of each layer."""
 
-    A gradient becomes the parameter's ``grad``, so its address range is in use until the gradient is cleared. If
-    gradients are kept for several backwards, each of these backwards writes its gradients to other addresses of pinned
-    memory.
-    """
+    # A gradient becomes the parameter's `grad`, so its address range is in use until the gradient is cleared. If
+    # gradients are kept for several backwards, each of these backwards writes its gradients to other addresses of
+    # pinned memory.
 
     def __init__(self) -> None:
         self._sizes: dict[Hashable, int] = {}

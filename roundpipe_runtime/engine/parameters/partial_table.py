@@ -220,10 +220,8 @@ class RoutedParameters:
 
 
 def find_groups(layer: LayerContents) -> dict[str, Members]:
-    """Return the parameters of a layer that may be read in part, by name: stacked experts, or lists of expert modules.
-
-    Names have ``*`` instead of an index in a list. If an expert itself is a ``ModuleDict``, the names contain its keys.
-    """
+    """Return the parameters of a layer that may be read in part, by name: stacked experts, or lists of experts."""
+    # Names have `*` instead of an index in a list. If an expert itself is a `ModuleDict`, the names contain its keys.
     names = dict(_names(layer.module, ""))
     times = collections.Counter(id(slot.parameter) for slot in layer.slots)
     alike: dict[tuple[Hashable, ...], Members] = {}

@@ -1,7 +1,5 @@
 """Split a batch into microbatches, join their outputs, and compute the loss of the whole batch."""
 
-from __future__ import annotations
-
 from .joining import join
 from .loss import LossContract, WeightedLoss, read_loss
 from .spec import Replicate, RoundPipePackedData, TensorChunkSpec, sizes

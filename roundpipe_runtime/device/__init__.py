@@ -1,7 +1,5 @@
 """Run work on virtual devices and accelerators: their memory, threads, copies and events."""
 
-from __future__ import annotations
-
 from .accelerator import parse_devices
 from .protocol import Device, Event
 from .virtual import VirtualDevice

@@ -178,12 +178,10 @@ class DiskMemory:
 
     def leave(self, tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:
         # written: whether the tensors may have changed since the last `leave`
-        ranges = self._ranges(tensors)
-        for _, start, end in ranges:
+        of_file = []
+        for part, start, end in self._ranges(tensors):
             release(start, end)
-        of_file = [
-            (part.offset - part.address + start, part.offset - part.address + end) for part, start, end in ranges
-        ]
+            of_file.append((part.offset - part.address + start, part.offset - part.address + end))
         with self._lock:
             kind = self._written if written else self._unchanged
             kind += of_file

@@ -5,5 +5,3 @@ gradients of a layer are complete, the ranks exchange them, and each rank sums a
 groups, in ascending order for every number of ranks. When all ranks have succeeded, the sums are scaled, and added to
 the gradients of the parameters.
 """
-
-from __future__ import annotations

@@ -176,7 +176,7 @@ class ShardedStore(RankStore):
 
 
 class Target:
-    """The tensor of a parameter that the optimizer updates on this rank: a view of the parameter, or a master weight."""
+    """The tensor of a parameter that this rank's optimizer updates: a view of the parameter, or a master weight."""
 
     # If the optimizer works in the dtype of the parameter, the updated tensor is a view of this rank's rows of the
     # parameter. If the optimizer works in another dtype, the updated tensor is a master weight. A frozen parameter

@@ -1,10 +1,8 @@
-"""Run a batch as one group of rows in one process, and join the outputs of its microbatches.
-
-The subclass of :class:`OneGroup` in `distributed/replicas/rank_groups` handles several groups and ranks.
-"""
+"""Run a batch as one group of rows in one process, and join the outputs of its microbatches."""
 
 # one group          split the batch, run the group, commit the results
-# several groups     split the batch, run each group, wait until all ranks have succeeded, commit the sums
+# several groups     split the batch, run each group, wait until all ranks have succeeded, commit the sums: a subclass
+#                    of `OneGroup` in `distributed/replicas/rank_groups`
 
 from __future__ import annotations
 

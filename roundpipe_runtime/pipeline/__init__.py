@@ -1,7 +1,5 @@
 """The class :class:`RoundPipe`, which wraps a model in a pipeline."""
 
-from __future__ import annotations
-
 from .engine_handle import layers_of, wrapped_model
 from .roundpipe import RoundPipe
 

@@ -1,7 +1,5 @@
 """Compute schedules, execution plans, layer costs and simulated times, without running a layer."""
 
-from __future__ import annotations
-
 from .partitioning import LayerCost, MeasuredCosts, analytic_cost, layer_costs, partition
 from .plan import ModelExecutePlan
 from .round_robin import RoundRobin, Stage, Step, clock_cycles, draw, steps_in_order

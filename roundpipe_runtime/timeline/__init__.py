@@ -1,7 +1,5 @@
 """Record, load, summarize and draw timelines of the work of each device."""
 
-from __future__ import annotations
-
 from .record import Record, Timeline
 
 __all__ = ["Record", "Timeline"]

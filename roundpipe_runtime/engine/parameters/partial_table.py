@@ -185,9 +185,8 @@ class RoutedParameters:
         by_rows: dict[int, bool] = {}
         groups: dict[int, Group] = {}
         for layer in contents:
-            held = tuple(
-                (id(slot.owner), id(slot.parameter)) for slot in layer.slots
-            )  # while it is equal, so are groups
+            # groups are found again when the layer's parameters change
+            held = tuple((id(slot.owner), id(slot.parameter)) for slot in layer.slots)
             known = self._found.get(layer.index)
             if known is None or known[0] != held:
                 known = self._found[layer.index] = held, find_groups(layer)

@@ -7,13 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from roundpipe_runtime import (
-    OptimizerCtx,
-    PlanError,
-    RoundPipeRunConfig,
-    VirtualDevice,
-    wrap_model_to_roundpipe,
-)
+from roundpipe_runtime import OptimizerCtx, PlanError, RoundPipeRunConfig, VirtualDevice, wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.loss.call_options import SmoothedLoss
 from roundpipe_runtime.optim import layer_contents
 from tests.runtime.huggingface.hf_small import hf_model

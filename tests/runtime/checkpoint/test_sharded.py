@@ -26,7 +26,6 @@ def two(home):
     training.save(home / "one")
     model = pipeline(replicas=5)
     save_checkpoint(home / "groups", model)
-    model.close()
     return run_ranks(f"{RANKS}:two", 2, str(home))
 
 
@@ -61,11 +60,9 @@ def test_the_number_of_groups_is_kept_and_one_process_without_groups_is_warned(h
     model = pipeline()
     with pytest.warns(RoundPipeWarning, match=r"RoundPipe\(..., replicas=5\)"):
         load_checkpoint(home / "groups", model)
-    model.close()
     given = pipeline(replicas=5)
     load_checkpoint(home / "groups", given)
     assert given.replicas == 5
-    given.close()
 
 
 def test_three_processes_go_on_with_a_checkpoint_of_two(three):

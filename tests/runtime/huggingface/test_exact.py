@@ -59,7 +59,6 @@ def test_calls_drawn_at_random(name):
             expected = plain(**copy.deepcopy(call), **flags, use_cache=False)
             expected[0].backward()
             loss, found = pipeline.forward_backward(input_kwargs=copy.deepcopy(call) | flags, return_outputs=True)
-        pipeline.close()
         assert loss.item() == pytest.approx(expected[0].item(), rel=1e-6), seed
         assert type(found) is type(expected), seed
         pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
@@ -100,7 +99,6 @@ def test_noise_is_the_same_forward_and_backward():
         pipeline = wrapped(model, check=False)
         torch.manual_seed(7)
         loss = pipeline.forward_backward(input_kwargs=batch, label=labels, loss_fn=loss_fn).item()
-        pipeline.close()
         return loss, sum((p.grad * way[n]).sum().item() for n, p in model.named_parameters() if p.grad is not None)
 
     slope = (run(1e-5)[0] - run(-1e-5)[0]) / 2e-5
@@ -120,7 +118,6 @@ def test_a_model_may_be_wrapped_under_autocast():
         pipeline = wrapped(model)
         found = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=1))
         expected = plain(**batch).loss
-    pipeline.close()
     assert pipeline.cut.report.equivalence.outputs == 0.0
     assert found.item() == expected.item()
 
@@ -167,7 +164,6 @@ def test_each_norm_counts_a_microbatch_once(kind, microbatches):
         assert_same_buffers(model, plain)
         assert worst_gradient(model, plain) < 1e-9
     assert not model.norms[1].running_mean.any()
-    pipeline.close()
 
 
 class Masked(Toy):
@@ -196,7 +192,6 @@ def test_a_norm_behind_a_random_mask_has_the_statistics_of_what_went_into_the_la
     assert any(not torch.equal(one, seen[0]) for one in seen)
     torch.testing.assert_close(model.norm.running_mean, 0.1 * seen[0].mean((0, 2)))
     assert model.norm.num_batches_tracked == 1
-    pipeline.close()
 
 
 @pytest.mark.slow
@@ -210,7 +205,6 @@ def test_a_norm_that_two_layers_share_is_refused():
     with pytest.raises(StageError, match="both write its buffer"):
         pipeline.forward_backward((tokens(7),), loss_fn=squares)
     assert not model.norm.running_mean.any()
-    pipeline.close()
 
 
 MODELS = {
@@ -258,7 +252,6 @@ def test_models_of_pictures_train_as_by_accumulation(name):
         assert pipeline.forward_backward(input_kwargs=batch, run_config=config).item() == pytest.approx(expected)
         assert worst_gradient(model, plain) < 1e-9
         assert_same_buffers(model, plain)
-        pipeline.close()
 
 
 @pytest.fixture

@@ -108,7 +108,6 @@ def test_steps_and_recomputation(is_async, grain):
         found.append(loss.item())
         pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
     pipe.synchronize()
-    pipe.close()
     assert found == pytest.approx(losses, rel=1e-5)
     if is_async is not True:
         assert_near(trained(model), trained(plain), rel=1e-4)

@@ -64,7 +64,6 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name, way, monkeypatc
     assert torch.equal(loss, expected.detach())
     assert_same_gradients(gradients(model), gradients(plain))
     assert found[-1][1] > 0
-    pipe.close()
 
 
 @pytest.mark.parametrize("name", cases(NAMES, quick=["qwen3_moe"]))
@@ -79,7 +78,6 @@ def test_uneven_microbatches_have_the_bits_of_all_experts(name, monkeypatch):
         pipe.zero_grad()
         pipe(**tokens(5, 3), use_cache=False).loss.backward()
         found.append((losses, fused, gradients(model)))
-        pipe.close()
     assert all(torch.equal(one, other) for one, other in zip(found[0][0], found[1][0], strict=True))
     assert_same_gradients(found[0][1], found[1][1])
     assert_same_gradients(found[0][2], found[1][2])
@@ -104,7 +102,6 @@ def gradients_of_a_small_batch(make):
         pipe = pipe_of(model, experts)
         loss, bytes_of = runs_of(pipe, tokens(1, 3), 3)
         found.append((loss, gradients(model), bytes_of[-1]))
-        pipe.close()
     assert torch.equal(found[0][0], found[1][0])
     assert_same_gradients(found[0][1], found[1][1])
     uploaded, skipped = found[1][2]
@@ -117,7 +114,6 @@ def test_a_small_batch_uploads_less_than_six_tenths_and_a_large_one_all():
     pipe = pipe_of(mixtral(), "routed")
     _, found = runs_of(pipe, tokens(4, 16), 3)
     assert [skipped for _, skipped in found] == [0, 0, 0]
-    pipe.close()
 
 
 def test_frozen_experts_with_adapters_elsewhere():
@@ -136,4 +132,3 @@ def test_generation_uploads_few_experts_for_each_token():
     assert torch.equal(pipe.generate(ids, **options), expected)
     traffic = pipe.parameter_traffic
     assert traffic.uploaded < 0.75 * (traffic.uploaded + traffic.skipped)
-    pipe.close()

@@ -82,7 +82,6 @@ def once(model, devices, large_tables="slices", config=CONFIG, loss_fn=None, **o
     loss = pipe.forward_backward(input_kwargs=batch(), run_config=config, **call)
     with OptimizerCtx():
         found = {name: None if p.grad is None else p.grad.clone() for name, p in pipe.named_parameters()}
-    pipe.close()
     return loss, found
 
 
@@ -194,7 +193,6 @@ def test_logits_that_are_asked_for_are_those_of_the_model(name, devices):
     found.pow(2).sum().backward()
     for parameter, other in zip(model.parameters(), own.parameters(), strict=True):
         assert (parameter.grad - other.grad).norm() <= 2e-6 * other.grad.norm()  # norms of some are in float32
-    pipe.close()
 
 
 def test_label_smoothing_is_that_of_the_model(devices):
@@ -217,7 +215,6 @@ def test_steps_next_to_runs_read_the_right_version_of_a_table(tied, dtype, devic
             pipe.step(lambda opt=optimizer: (opt.step(), opt.zero_grad()), is_async=is_async)
         pipe.synchronize()
         losses += [p.detach().clone() for p in pipe.parameters()]
-        pipe.close()
     for one, other in [(("slices", "exact"), ("slices", False)), (("auto", True), ("whole", True))]:
         assert all(torch.equal(a, b) for a, b in zip(results[one], results[other], strict=True))
 
@@ -244,7 +241,6 @@ def test_an_error_half_way_leaves_no_trace(way, devices, monkeypatch):
     assert all(p.grad is None for p in pipe.parameters())
     loss = pipe.forward_backward(input_kwargs=batch(), run_config=CONFIG)
     same_bits((loss, {name: p.grad for name, p in pipe.named_parameters()}), expected)
-    pipe.close()
 
 
 def test_a_device_that_cannot_hold_the_head_trains():
@@ -255,7 +251,6 @@ def test_a_device_that_cannot_hold_the_head_trains():
     pipe = wrapped(copy.deepcopy(model), [refused], "whole")
     with pytest.raises(PlanError, match="layer 0 has"):
         pipe.forward_backward(input_kwargs=batch(), run_config=RoundPipeRunConfig(num_microbatch=1))
-    pipe.close()
     check_close(once(model, [device], "auto"), eagerly(model), tolerance=1e-5)
     assert device.peak < 0.5 * model.lm_head.weight.nbytes
 
@@ -268,7 +263,6 @@ def test_only_large_tables_stay_on_the_host(devices, monkeypatch):
         pipe = wrapped(copy.deepcopy(model), devices)
         contents = pipe._rp_engine.planner.rule.mark(layer_contents.scan(pipe.cut.pieces))
         assert [len(layer.tables) for layer in contents] == [count, 0, 0, count]
-        pipe.close()
 
 
 def test_code_that_reads_the_whole_weight_gets_it(devices):
@@ -299,7 +293,6 @@ def test_code_that_writes_a_table_is_refused(devices):
     pipe = wrapped(model, devices)
     with pytest.raises(Exception, match="writes a parameter"):
         pipe.forward_backward(input_kwargs=batch(), run_config=RoundPipeRunConfig(num_microbatch=1))
-    pipe.close()
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
@@ -314,7 +307,6 @@ def test_numbers_outside_of_the_vocabulary_are_refused(name, devices):
     else:
         with pytest.raises(IndexError, match=r"out of (range|bounds)"):
             pipe.forward_backward(input_kwargs=given, run_config=one)
-    pipe.close()
 
 
 def test_autocast_rounds_slices_as_it_rounds_the_whole_head(devices):

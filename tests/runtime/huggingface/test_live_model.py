@@ -34,7 +34,6 @@ def both(change, model, batch, *, calls_before=1):
         called = pipeline(**batch).loss
     found = pipeline.forward_backward(input_kwargs=batch)
     pairs = gradients(pipeline.cut.model), gradients(plain)
-    pipeline.close()
     return (found, called, loss.detach()), pairs
 
 
@@ -104,11 +103,9 @@ def test_layers_that_were_changed_are_refused(change, message, calls):
             StageError, match=message + r".*\n    pipeline = wrap_model_to_roundpipe\(pipeline\.cut\.model"
         ):
             call()
-    pipeline.close()
     again = wrapped(pipeline.cut.model)
     with torch.no_grad():
         assert torch.allclose(again(**batch).logits, model(**batch).logits, rtol=1e-9)
-    again.close()
 
 
 def _ten_times(logits, labels, **options):
@@ -198,7 +195,6 @@ def test_weights_change_at_each_step():
         assert found.item() == pytest.approx(plain(**batch).loss.item(), rel=LOSS)
         pieces.append(pipeline.cut.pieces[-1].copy)
     assert len(set(map(id, pieces))) == 1
-    pipeline.close()
 
 
 def _clamp(module, args, kwargs):
@@ -292,8 +288,6 @@ def test_a_copy_of_the_pipeline_is_read_by_itself():
     with pytest.raises(RoundPipeError, match=r"model\.layers\.0 \(LlamaDecoderLayer\) was removed"):
         other.forward_backward(input_kwargs=batch)
     assert pipeline.forward_backward(input_kwargs=batch).item() == pytest.approx(before.item(), rel=LOSS)
-    pipeline.close()
-    other.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
@@ -304,7 +298,6 @@ def test_a_model_that_was_saved_is_cut_as_before(name, tmp_path):
     pipeline.save_pretrained(tmp_path)
     pipeline.forward_backward(input_kwargs=hf_batch())
     now = pipeline._rp_cut, [[key for key, _ in piece.named_parameters()] for piece in pipeline._rp_cut.pieces]
-    pipeline.close()
     assert (tmp_path / "config.json").exists()
     assert now[0] is before[0]
     assert now[1] == before[1]

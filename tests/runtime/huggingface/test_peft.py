@@ -180,7 +180,6 @@ def test_frozen_parameters_cost_the_optimizer_nothing():
         pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
     shadows = len(pipeline._rp_engine.store._shadows)
     pipeline.synchronize()
-    pipeline.close()
     assert shadows == 0
     assert {name for name, p in named.items() if p.untyped_storage().nbytes() > 4} == learning
     assert {name for name, p in named.items() if p in optimizer.state} == learning

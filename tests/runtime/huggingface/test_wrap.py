@@ -56,7 +56,6 @@ def test_three_steps_are_those_of_the_plain_model(name):
         pipeline.step(lambda: (ours.step(), ours.zero_grad()))
         theirs.step()
         theirs.zero_grad()
-    pipeline.close()
 
 
 @pytest.mark.parametrize(("devices", "microbatches", "rows"), [(1, 1, 5), (1, 4, 3), (3, 2, 5), (2, 5, 4)])
@@ -89,7 +88,6 @@ def test_no_bit_depends_on_the_devices(make):
         pipeline = wrapped(part, devices=f"virtual:{devices}", microbatches=5)
         found.append((pipeline.forward_backward(input_kwargs=hf_batch()).item(), gradients(part)))
         assert part.get_input_embeddings().weight.grad.any()
-        pipeline.close()
     assert found[0][0] == found[1][0]
     assert_same_gradients(found[0][1], found[1][1])
 
@@ -107,7 +105,6 @@ def test_the_loss_function_of_a_script():
 
     config = RoundPipeRunConfig(loss_reduction="sum")
     found = pipeline.forward_backward(input_kwargs=batch, label=labels, loss_fn=loss_fn, run_config=config)
-    pipeline.close()
     parts = zip(*(value.split(2) for value in (*batch.values(), labels)), strict=True)
     expected = sum(plain(input_ids=i, attention_mask=m, labels=t).loss / 3 for i, m, t in parts)
     expected.backward()
@@ -130,7 +127,6 @@ def test_outputs_are_joined_as_the_user_wants(merge):
             merge = {"outputs[1]": Replicate}  # where nobody else registers them, outputs come apart without names
     config = RoundPipeRunConfig(merge_output=merge)
     loss, outputs = pipeline.forward_backward(input_kwargs=batch, return_outputs=True, run_config=config)
-    pipeline.close()
     expected = model(**batch)
     found = outputs if isinstance(outputs, list) else list(outputs.logits)
     if isinstance(merge, dict):
@@ -145,7 +141,6 @@ def test_without_labels_and_loss_function_there_is_no_loss():
     del batch["labels"]
     with pytest.raises(LossError, match="Give the model labels, or give forward_backward a loss_fn"):
         pipeline.forward_backward(input_kwargs=batch)
-    pipeline.close()
 
 
 def test_it_is_the_model_in_all_else():
@@ -165,7 +160,6 @@ def test_it_is_the_model_in_all_else():
     assert model.model.layers[0].training
     assert not pipeline.eval().training
     assert not model.training
-    pipeline.close()
 
 
 def test_pickle_and_deepcopy_keep_the_cut():
@@ -176,8 +170,6 @@ def test_pickle_and_deepcopy_keep_the_cut():
         for other in (copy.deepcopy(pipeline), pickle.loads(pickle.dumps(pipeline))):
             assert other.cut.report == pipeline.cut.report
             assert torch.equal(other(**batch).logits, expected)
-            other.close()
-    pipeline.close()
 
 
 def test_an_exception_in_a_layer_comes_out_and_changes_nothing():
@@ -202,7 +194,6 @@ def test_a_model_that_cannot_be_cut_warns_and_runs_whole():
     with pytest.warns(CutRefusedWarning, match="Linear runs as one module, as it cannot be split"):
         pipeline = wrap_model_to_roundpipe(nn.Linear(64, 64), **options)
     assert pipeline(torch.ones(3, 64)).shape == (3, 64)
-    pipeline.close()
     with pytest.raises(CutError, match="Linear cannot be split: The model has no list"):
         wrap_model_to_roundpipe(nn.Linear(64, 64), True, **options)
 
@@ -223,8 +214,6 @@ def test_thresholds_keep_small_models_whole():
     assert [len(p.cut.pieces) for p in (small, medium, refused)] == [1, 1, 1]
     assert [microbatches(small), microbatches(medium)] == [1, len(medium.devices) + 1]
     assert torch.allclose(medium(tokens()), medium.cut.model(tokens()))
-    for pipeline in (small, medium, refused):
-        pipeline.close()
 
 
 def test_configurations_of_parts_are_refused():
@@ -234,7 +223,6 @@ def test_configurations_of_parts_are_refused():
     own = {model: RoundPipeRunConfig(num_microbatch=7)}
     pipeline = wrap_model_to_roundpipe(model, False, override_config=own, lower_threshold=0, devices="virtual:1")
     assert microbatches(pipeline) == 7
-    pipeline.close()
 
 
 def test_a_name_is_no_model_and_the_name_of_a_pipeline_is_given_or_the_line():
@@ -244,8 +232,6 @@ def test_a_name_is_no_model_and_the_name_of_a_pipeline_is_given_or_the_line():
     unnamed = wrap_model_to_roundpipe(Toy(), False, devices="virtual:1")
     assert named.name == "toy"
     assert unnamed.name.startswith("test_wrap.py:")
-    named.close()
-    unnamed.close()
 
 
 # a Llama of 222 MB, and how far memory grew: a process of its own

@@ -31,7 +31,6 @@ def test_parameters_stay_on_the_host():
         with torch.no_grad():
             assert torch.equal(pipeline(**batch).logits, plain(**batch).logits)
         assert {p.dtype for p in pipeline.parameters()} == {dtype}
-    pipeline.close()
 
 
 def test_a_pipeline_is_not_wrapped_again_and_a_model_may_be():
@@ -41,8 +40,6 @@ def test_a_pipeline_is_not_wrapped_again_and_a_model_may_be():
     assert torch.equal(*[pipeline.forward_backward(input_kwargs=batch) for pipeline in pair])
     with pytest.raises(ConfigError, match="is a RoundPipe already: use it as it is"):
         wrapped(pair[0])
-    for pipeline in pair:
-        pipeline.close()
 
 
 def test_state_dict_is_that_of_the_model():
@@ -58,7 +55,6 @@ def test_state_dict_is_that_of_the_model():
     pipeline.load_state_dict(state)
     for name, value in pipeline.optim_named_parameters():
         assert torch.equal(value, plain.get_parameter(name).float()), name
-    pipeline.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
@@ -69,7 +65,6 @@ def test_what_is_saved_is_loaded_to_the_bit(tmp_path, name):
     pipeline.forward_backward(input_kwargs=hf_batch())
     pipeline.step(optimizer.step, is_async=True)
     pipeline.save_pretrained(tmp_path, max_shard_size="30KB")
-    pipeline.close()
     loaded = type(model).from_pretrained(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert list(loaded.state_dict()) == list(model.state_dict())
@@ -86,7 +81,6 @@ def test_copies_of_the_optimizer_are_not_resized():
         pipeline.resize_token_embeddings(150)
     assert model.config.vocab_size == 140
     pipeline.forward_backward(input_kwargs=hf_batch())
-    pipeline.close()
 
 
 @pytest.mark.parametrize("size", [90, 140])
@@ -112,7 +106,6 @@ def test_embeddings_are_resized_while_a_graph_is_held(name, size):
             assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
             assert worst_gradient(model, plain) < 1e-4
     assert held.logits.shape[-1] != size
-    pipeline.close()
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
@@ -136,7 +129,6 @@ def test_parameters_that_the_script_resizes_itself_are_refused_with_the_cure(is_
         plain = copy.deepcopy(model)
         loss = pipeline.forward_backward(input_kwargs=batch)
         assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-5)
-    pipeline.close()
 
 
 def test_hooks_count_whenever_they_are_registered_once_a_microbatch():
@@ -160,7 +152,6 @@ def test_hooks_count_whenever_they_are_registered_once_a_microbatch():
         pipeline(**batch)
     assert not rows
     assert not inner
-    pipeline.close()
 
 
 def test_texts_behind_each_other_are_one_row():
@@ -180,7 +171,6 @@ def test_texts_behind_each_other_are_one_row():
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
     with pytest.raises(ConfigError, match=r"of the texts of all 2 rows.*\n    DataCollatorWithFlattening"):
         pipeline(**{**batch, "input_ids": ids.reshape(2, 6)})
-    pipeline.close()
 
 
 def test_a_forward_that_was_replaced_is_named():
@@ -193,7 +183,6 @@ def test_a_forward_that_was_replaced_is_named():
     batch = hf_batch()
     with torch.no_grad():
         assert torch.allclose(pipeline(**batch).logits, original(**batch).logits, rtol=1e-9)
-    pipeline.close()
 
 
 class WithValues(nn.Module):

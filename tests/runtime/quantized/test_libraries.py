@@ -151,7 +151,6 @@ def test_losses_are_those_of_the_plain_model(kind):
     assert len(linear) == 21
     # a table of 16 or 256 numbers with each weight counts here, where weights are small
     assert bits < KINDS[kind][1] + 8 * 1200 / WIDTH**2
-    pipe.close()
 
 
 @pytest.mark.parametrize("kind", ["nf4 of bitsandbytes", "int8 of bitsandbytes", "int8 of torchao"])
@@ -170,8 +169,6 @@ def test_a_resumed_training_has_the_same_bits(kind, tmp_path):
     load_checkpoint(tmp_path, resumed, optimizer=optimizer)
     assert steps(resumed, optimizer, 2) == expected
     assert (path / "model.safetensors").stat().st_size < 300_000
-    whole.close()
-    resumed.close()
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +263,6 @@ def test_the_bytes_on_the_link_are_those_of_four_bits():
         before = pipe.parameter_traffic.uploaded
         pipe.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens})
         moved[kind] = pipe.parameter_traffic.uploaded - before
-        pipe.close()
         gc.collect()
     assert moved["nf4"] <= 0.3 * moved[None]
 

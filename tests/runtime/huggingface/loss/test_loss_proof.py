@@ -201,7 +201,6 @@ def test_a_repeated_proof_leaves_a_step_in_the_background_one_step_late(term, op
             now = gradients if term is z_loss else late
             for parameter, gradient in zip(plain.parameters(), now, strict=True):
                 parameter -= 0.5 * gradient
-    pipeline.close()
     assert found == pytest.approx(expected, rel=1e-5)
     assert (expected[0] == expected[1]) == (term is not z_loss)
 
@@ -407,7 +406,6 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name, way):
             assert worst_gradient(model, plain) < limit
     way = KINDS[name][1]
     assert {proof.way for proof in pipeline._rp_losses._engine.loss_checks.proofs.values()} == {way}
-    pipeline.close()
     said = [str(one.message) for one in heard if issubclass(one.category, RoundPipeWarning)]
     assert len(said) == (way in ("joined", "whole"))
     assert all(
@@ -428,7 +426,6 @@ def test_a_batch_does_not_change_how_the_next_one_is_computed():
             warnings.simplefilter("ignore", RoundPipeWarning)
             found = [pipeline.forward_backward(input_kwargs=batch) for batch in batches]
         losses.append((found[-1].item(), len(pipeline._rp_losses._engine.loss_checks.proofs)))
-        pipeline.close()
     assert losses[0] == losses[1]
     assert losses[0][0] == pytest.approx(model(**even).loss.item(), rel=1e-9)
 
@@ -443,7 +440,6 @@ def test_groups_of_rows_refuse_it():
     ):
         pipeline.forward_backward(input_kwargs=batch)
     assert all(parameter.grad is None for parameter in model.parameters())
-    pipeline.close()
 
 
 F = torch.nn.functional

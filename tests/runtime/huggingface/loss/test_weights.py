@@ -44,7 +44,6 @@ def test_rows_without_labels_count_nothing(ignored):
     loss = pipeline.forward_backward(input_kwargs=batch)
     with torch.no_grad():
         apart = pipeline(**batch).loss
-    pipeline.close()
     if ignored == 5:
         assert loss.item() == apart.item() == 0.0
         assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
@@ -61,7 +60,6 @@ def test_num_items_in_batch_is_the_models_own_weight():
     pipeline = assert_like_plain(model, batch)
     with torch.no_grad():
         assert pipeline(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
-    pipeline.close()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,6 @@ def test_experts_are_balanced_over_the_whole_batch(name):
     expected.loss.backward()
     pipeline = wrapped(model)
     loss, found = pipeline.forward_backward(input_kwargs=batch, return_outputs=True)
-    pipeline.close()
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-9)
     assert all(torch.allclose(a, b) for a, b in zip(found.router_logits, expected.router_logits, strict=True))
@@ -124,4 +121,3 @@ def test_experts_are_balanced_in_a_tuple_and_without_labels(labelled):
         plain(**batch, **options)[0].backward()
         assert loss.item() == pytest.approx(expected[0].item(), rel=1e-6)
         assert worst_gradient(model, plain) < 1e-6
-    pipeline.close()

@@ -233,14 +233,6 @@ def test_tensors_that_share_memory_are_stored_apart(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in data.items())
 
 
-def test_a_save_changes_nothing(tmp_path):
-    model = small_model()
-    before, state = weights(model), torch.get_rng_state()
-    save_checkpoint(tmp_path, model)
-    assert same_bits(weights(model), before)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

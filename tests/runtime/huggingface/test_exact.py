@@ -14,7 +14,6 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from matrix.models import make_model
 from roundpipe_runtime import RoundPipeRunConfig, StageError, WeightedLoss, wrap_model_to_roundpipe
-from tests.cases import cases
 from tests.runtime.huggingface.hf_small import WIDTH, Toy, hf_batch, hf_model, squares, tokens, worst_gradient, wrapped
 
 # Windows; experts with a loss of their own; recurrent layers; hidden states put together by hand
@@ -211,15 +210,6 @@ MODELS = {
     "resnet": lambda: transformers.ResNetForImageClassification(
         transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
     ),
-    "mobilenet_v2": lambda: transformers.MobileNetV2ForImageClassification(
-        transformers.MobileNetV2Config(depth_multiplier=0.25, image_size=32, classifier_dropout_prob=0.0)
-    ),
-    "mobilevit": lambda: transformers.MobileViTForImageClassification(
-        transformers.MobileViTConfig(
-            image_size=32, hidden_sizes=[16] * 3, neck_hidden_sizes=[8] * 4 + [16] * 3, hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0,
-        )
-    ),
     "segformer": lambda: transformers.SegformerForSemanticSegmentation(
         transformers.SegformerConfig(
             num_encoder_blocks=2, depths=[2, 2], sr_ratios=[4, 2], hidden_sizes=[8, 16], patch_sizes=[7, 3],
@@ -231,7 +221,7 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases(MODELS, quick=["resnet", "segformer"]))
+@pytest.mark.parametrize("name", MODELS)
 def test_models_of_pictures_train_as_by_accumulation(name):
     torch.manual_seed(0)
     base = MODELS[name]().double().train()

@@ -58,12 +58,6 @@ def test_three_steps_are_those_of_the_plain_model(name):
         theirs.zero_grad()
 
 
-@pytest.mark.parametrize(("devices", "microbatches", "rows"), [(1, 1, 5), (1, 4, 3), (3, 2, 5), (2, 5, 4)])
-def test_any_number_of_devices_and_microbatches(devices, microbatches, rows):
-    options = {"devices": f"virtual:{devices}", "microbatches": microbatches}
-    assert_like_plain(make_model("llama"), hf_batch(rows), **options).close()
-
-
 def with_dropout():
     config = make_config("gpt2")
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.2

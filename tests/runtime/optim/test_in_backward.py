@@ -434,19 +434,6 @@ def test_parameters_of_a_loss_are_stepped_by_the_call(wrap):
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_an_evaluation_sees_the_step(wrap, update):
-    def evaluated(pipe):
-        optimizer = adam(pipe)
-        run(pipe)
-        if pipe._rp_options.update != "in_backward":
-            step(pipe, optimizer)
-        with torch.no_grad():
-            return [pipe(batch(6)[0].bfloat16())]
-
-    same_as_masters(wrap, update, evaluated, config=RoundPipeRunConfig(keep_parameters="auto").over(MEAN))
-
-
-@pytest.mark.parametrize("update", UPDATES)
 def test_a_checkpoint_continues_with_the_same_bits(wrap, tmp_path, update):
     def made():
         torch.manual_seed(0)

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from roundpipe_runtime import ConfigError, GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, optim
-from roundpipe_runtime.device import pinning
 from roundpipe_runtime.engine import lifecycle
 from roundpipe_runtime.optim.layer_contents import scan
 from roundpipe_runtime.optim.parameters import ParameterStore
@@ -38,18 +37,6 @@ def test_a_tied_weight_is_one_parameter_of_its_layer_and_layers_that_share_a_mod
     assert first.lock is not second.lock
     contents = scan(list(small_model(tied=True)))
     assert contents[2].lock is not contents[3].lock  # a weight in common is no module in common
-
-
-def test_gradients_are_added_in_the_order_of_the_list():
-    """What was there first, then the last layer, then those before it: float32 sums in exactly that order."""
-    model = nn.Linear(1, 1, bias=False)
-    store = ParameterStore(model)
-    numbers = [torch.full((1, 1), value) for value in (1e8, 3.0, -1e8)]
-    store.add_gradients([{model.weight: number.clone()} for number in numbers])
-    expected = (numbers[0] + numbers[1]) + numbers[2]
-    assert torch.equal(model.weight.grad, expected)
-    store.add_gradients([{model.weight: torch.ones(1, 1)}])
-    assert torch.equal(model.weight.grad, expected + 1)
 
 
 def test_a_master_holds_gradients_in_its_own_dtype():
@@ -118,32 +105,6 @@ def test_a_master_keeps_its_bits_where_the_parameter_was_not_written():
         store.adopt()
         store.publish()
     assert torch.equal(master.detach(), finer)
-
-
-@pytest.mark.parametrize("first", ["sparse", "dense"])
-def test_sparse_and_dense_gradients_add_up(first):
-    table = nn.Embedding(3, 2)
-    sparse = torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
-    parts = [{table.weight: sparse}, {table.weight: torch.ones(3, 2)}]
-    ParameterStore(table).add_gradients(parts if first == "sparse" else parts[::-1])
-    assert table.weight.grad.tolist() == [[1, 1], [2, 2], [1, 1]]
-
-
-def test_what_stages_read_during_a_step_is_pinned_if_the_parameters_are(monkeypatch):
-    """A clone of a pinned tensor is not, so that each copy to a device would wait."""
-    monkeypatch.setattr(pinning, "_allocate", lambda nbytes: memoryview(bytearray(nbytes)))
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.dim() == 2)
-    taken = []
-    empty_like = pinning.PinnedMemory.empty_like
-    monkeypatch.setattr(
-        pinning.PinnedMemory, "empty_like", lambda self, *args: taken.append(found := empty_like(self, *args)) or found
-    )
-    model = nn.Linear(4, 3)
-    store = ParameterStore(model)
-    store.freeze()
-    pinned = [one.data_ptr() for one in taken if one is not None]
-    assert [store.source(p).data_ptr() in pinned for p in model.parameters()] == [True, False]
-    assert all(torch.equal(store.source(p), p) and store.source(p) is not p for p in model.parameters())
 
 
 def stepped():

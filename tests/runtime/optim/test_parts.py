@@ -343,11 +343,3 @@ def test_a_writer_waits_for_the_run_that_holds_the_version():
     reader.join(5)
     assert order == ["held", "written", "read"]
     assert table.version(0) == 1
-
-
-def test_a_waiting_reader_can_give_up():
-    def give_up():
-        raise TimeoutError
-
-    with pytest.raises(TimeoutError):
-        ReadinessTable(1).start_read(0, 3, check=give_up)

@@ -340,40 +340,32 @@ def indirect():
     return read()
 
 
-def test_names_of_a_module_and_of_the_functions_that_are_named(monkeypatch):
-    made = [bound_now(function) for function in (read, indirect, lambda: NAME, lambda: [read() for _ in "x"].pop())]
-    monkeypatch.setitem(globals(), "NAME", "second")
-    assert [function() for function in made] == ["first"] * 4
-    assert read() == "second"
-
-
-def test_names_of_the_function_around_it():
+def test_a_function_reads_the_names_of_its_module_and_around_it_as_they_were(monkeypatch):
     name, default = "first", "first"
 
     def inner():
         return name
 
-    made = [bound_now(lambda: name), bound_now(lambda: inner()), bound_now(lambda default=default: default)]
+    functions = (read, indirect, lambda: NAME, lambda: [read() for _ in "x"].pop())
+    around = (lambda: name, lambda: inner(), lambda default=default: default)
+    made = [bound_now(function) for function in (*functions, *around)]
+    monkeypatch.setitem(globals(), "NAME", "second")
     name = "second"
-    assert [function() for function in made] == ["first"] * 3
-    assert inner() == "second"
+    assert [function() for function in made] == ["first"] * 7
+    assert (read(), inner()) == ("second", "second")
 
 
-def test_a_function_that_writes_names_is_left_alone():
+def test_a_function_that_writes_names_or_holds_its_arguments_is_left_alone():
     count = 0
 
     def step():
         nonlocal count
         count += 1
 
-    assert bound_now(step) is step
+    for function in (step, functools.partial(print), threading.Event().set):
+        assert bound_now(function) is function
     bound_now(step)()
     assert count == 1
-
-
-@pytest.mark.parametrize("callable_", [functools.partial(print), threading.Event().set])
-def test_what_holds_its_arguments_is_left_alone(callable_):
-    assert bound_now(callable_) is callable_
 
 
 def trained(mode):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe_runtime.huggingface import CutError, CutReport, Equivalence
-from roundpipe_runtime.huggingface.adapters import example_inputs, without_cache
+from roundpipe_runtime.huggingface.adapters import example_inputs
 from roundpipe_runtime.huggingface.cutting import cut_plan
 from roundpipe_runtime.huggingface.cutting.call_log import (
     CallLog,
@@ -103,13 +103,6 @@ def test_an_example_has_padding_in_one_of_two_rows_and_what_the_forward_takes():
     assert made["attention_mask"].sum(1).tolist() == [9, 12]
     assert set(example_inputs(Toy())) == {"input_ids"}
     assert set(example_inputs(hf_model("seq2seq:t5"))) == {"input_ids", "attention_mask", "decoder_input_ids"}
-
-
-def test_models_are_asked_for_no_cache():
-    model = hf_model("llama")
-    assert without_cache(model, {"a": 1}) == {"a": 1, "use_cache": False}
-    assert without_cache(model, {"use_cache": True}) == {"use_cache": True}
-    assert without_cache(Toy(), {}) == {}
 
 
 def test_a_report_in_words():

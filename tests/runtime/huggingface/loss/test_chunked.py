@@ -17,8 +17,7 @@ from roundpipe_runtime.engine.parameters.host_table import HostSum, HostTable, T
 from roundpipe_runtime.errors import LossError
 from roundpipe_runtime.huggingface import SmoothedLoss
 from roundpipe_runtime.huggingface.loss import sliced
-from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits, lazy_head, loss_only
-from roundpipe_runtime.huggingface.loss.own_loss import counting
+from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits, loss_only
 from roundpipe_runtime.huggingface.loss.sliced import chunked_cross_entropy
 from roundpipe_runtime.optim.layer_contents import Table
 from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, wrapped
@@ -153,15 +152,6 @@ def test_wrong_arguments_are_errors():
         chunked_cross_entropy(hidden, weight, labels[1:])
     with pytest.raises(LossError, match="none"):
         chunked_cross_entropy(hidden, weight, labels, reduction="none")
-
-
-def test_what_it_averages_over_is_counted():
-    hidden, weight, _, labels = example()
-    with counting() as items:
-        chunked_cross_entropy(hidden, weight, labels)
-        chunked_cross_entropy(hidden, weight, labels, reduction="sum")
-    assert items.counts == [29.0]
-    assert items.sums == 1
 
 
 SMOOTHED = SmoothedLoss(0.1, shift_labels=False)
@@ -304,23 +294,6 @@ def test_whatever_is_done_to_logits_is_done(name, everything_is_large):
     parameters = list(model.parameters())
     for one, other in zip(gradients(found, *parameters), gradients(expected, *parameters), strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-14)
-
-
-def test_rows_are_picked_without_logits(everything_is_large):
-    head = torch.nn.Linear(4, 9)
-    model = Own(None)
-    model.head = head
-    hidden = torch.randn(2, 5, 4)
-    with lazy_head(model):
-        logits = head(hidden)
-    assert type(logits) is LazyLogits
-    for index in [(Ellipsis, slice(None, -1), slice(None)), (slice(None), slice(1, None)), slice(0, 1)]:
-        picked = logits[index].contiguous()
-        assert type(picked) is LazyLogits
-        assert torch.allclose(picked.compute(), head(hidden)[index])
-    assert type(logits[..., 1:]) is torch.Tensor  # columns
-    assert type(logits[0]) is torch.Tensor
-    assert type(logits.view(9, 10)) is torch.Tensor
 
 
 def _soft(labels, vocabulary):

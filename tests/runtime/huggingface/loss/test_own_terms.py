@@ -9,9 +9,8 @@ import transformers
 from transformers.trainer_pt_utils import LabelSmoother
 
 from roundpipe_runtime import ConfigError, LossError, RoundPipe, RoundPipeRunConfig, RoundPipeWarning
-from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.huggingface import SmoothedLoss, wrap_model_to_roundpipe
-from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, CallOptions, split_options
+from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, split_options
 from tests.runtime.huggingface.hf_small import (
     Toy,
     assert_like_plain,
@@ -173,18 +172,6 @@ def test_the_check_leaves_the_masks_of_layers_that_run_meanwhile_on_other_device
         assert torch.equal(left, right)
 
 
-def test_options_are_split_like_the_rows():
-    labels = torch.arange(10).reshape(5, 2)
-    options = CallOptions(smoothed_loss=SmoothedLoss(0.2), labels=labels)
-    parts = split((), {"input_ids": tokens(), CALL_OPTIONS: options}, None, 2)
-    found = [part.kwargs[CALL_OPTIONS] for part in parts]
-    assert torch.equal(torch.cat([one.labels for one in found]), labels)
-    assert [len(one.labels) for one in found] == [len(part.kwargs["input_ids"]) for part in parts]
-    assert all(one.smoothed_loss is options.smoothed_loss for one in found)
-    with pytest.raises(ConfigError, match=r"kwargs\['roundpipe_call_options'\]: expected CallOptions, found str"):
-        split_options({CALL_OPTIONS: "loss only"})
-
-
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_the_model_never_sees_options(is_cut):
     seen = []
@@ -313,3 +300,5 @@ def test_wrong_arguments_are_errors():
     pipeline = wrapped(hf_model("llama"))
     with pytest.raises(LossError, match="needs labels"):
         pipeline.forward_backward(input_kwargs={"input_ids": torch.ones(2, 4).long()}, loss_fn=SmoothedLoss())
+    with pytest.raises(ConfigError, match=r"kwargs\['roundpipe_call_options'\]: expected CallOptions, found str"):
+        split_options({CALL_OPTIONS: "loss only"})

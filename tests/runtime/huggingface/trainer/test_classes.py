@@ -36,22 +36,10 @@ pytestmark = pytest.mark.slow
 SHORT = {"eval_strategy": "no"}
 
 
-@pytest.fixture
-def trainers():
-    made = []
-
-    def make(*args, **options):
-        options.setdefault("kind", RoundPipeTrainer)
-        made.append(make_trainer(*args, **options))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        if getattr(trainer, "_rp_pipeline", None) is not None:
-            trainer.pipeline.close()
+trainers = functools.partial(make_trainer, kind=RoundPipeTrainer)
 
 
-def both(trainers, folder, name="llama", steps=3, script=None, **changes):
+def both(folder, name="llama", steps=3, script=None, **changes):
     """The same script with either Trainer, run; ``script`` changes options of the trainers."""
     pair = []
     for kind in (Trainer, RoundPipeTrainer):
@@ -78,14 +66,14 @@ def adam(name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", cases(MODELS, quick=["bert"]))
-def test_curves_are_those_of_the_plain_trainer(trainers, tmp_path, name):
+def test_curves_are_those_of_the_plain_trainer(tmp_path, name):
     """Loss, evaluation and schedule of steps of 2 padded batches of 5 rows; norms of the first before clipping.
 
     Later norms differ by more than losses do, by what the steps' rounding makes of the weights. A decoder and a model
     with an encoder are trained for so long that rounding adds up, the others until they have learned something.
     """
     steps = 50 if name in ("llama", "t5") else 24
-    plain, ours = both(trainers, tmp_path, name, steps, **adam(name))
+    plain, ours = both(tmp_path, name, steps, **adam(name))
     assert len(history(plain, "loss")) == steps
     assert_same_curves(plain, ours, ("loss", "eval_loss", "learning_rate"))
     norms = history(plain, "grad_norm")
@@ -103,7 +91,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"example": collate(make_rows("llama", 2))}])
-def test_rows_that_come_one_by_one_are_those_of_the_plain_trainer(trainers, tmp_path, options):
+def test_rows_that_come_one_by_one_are_those_of_the_plain_trainer(tmp_path, options):
     plain = trainers("llama", arguments(tmp_path, 4, **SHORT), kind=Trainer)
     ours = trainers("llama", arguments(tmp_path, 4, **SHORT), **options)
     for trainer in (plain, ours):
@@ -112,7 +100,7 @@ def test_rows_that_come_one_by_one_are_those_of_the_plain_trainer(trainers, tmp_
     assert_same_curves(plain, ours, ("loss", "grad_norm"))
 
 
-def test_a_model_that_has_not_trained_is_saved_as_it_is(trainers, tmp_path):
+def test_a_model_that_has_not_trained_is_saved_as_it_is(tmp_path):
     ours = trainers("llama", arguments(tmp_path, 2, **SHORT))
     ours.save_model()
     assert ours._rp_pipeline is None
@@ -122,7 +110,7 @@ def test_a_model_that_has_not_trained_is_saved_as_it_is(trainers, tmp_path):
 
 
 @pytest.mark.parametrize("name", cases(MODELS, quick=["llama", "bert"]))
-def test_resumed_run_ends_with_the_same_bits(trainers, tmp_path, name):
+def test_resumed_run_ends_with_the_same_bits(tmp_path, name):
     options = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "no"}
     whole = trainers(name, arguments(tmp_path, 6, **options), model=make_model(name, dropout=0.1))
     whole.train()
@@ -135,7 +123,7 @@ def test_resumed_run_ends_with_the_same_bits(trainers, tmp_path, name):
         assert torch.equal(found, expected), key
 
 
-def test_checkpoint_of_a_plain_trainer_is_resumed(trainers, tmp_path):
+def test_checkpoint_of_a_plain_trainer_is_resumed(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
     plain = trainers("llama", arguments(tmp_path, 4, **options), kind=Trainer)
     plain.train()
@@ -144,31 +132,8 @@ def test_checkpoint_of_a_plain_trainer_is_resumed(trainers, tmp_path):
     assert history(ours, "loss") == pytest.approx(history(plain, "loss"), abs=1e-5)
 
 
-def test_copies_of_the_optimizer_are_trained_and_resumed(trainers, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "learning_rate": 1e-3}
-
-    def run(**resume):
-        trainer = trainers(
-            "llama",
-            arguments(tmp_path, 4, **options),
-            model=make_model("llama").to(torch.bfloat16),
-            optim_dtype=torch.float32,
-        )
-        trainer.train(**resume)
-        return trainer
-
-    whole, again = run(), run(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert history(again, "loss") == history(whole, "loss")
-    held = [p for group in again.optimizer.param_groups for p in group["params"]]
-    assert {p.dtype for p in held} == {torch.float32}
-    expected = dict(whole.pipeline.optim_named_parameters())
-    for name, copy in again.pipeline.optim_named_parameters():
-        assert torch.equal(copy, expected[name]), name
-        assert torch.equal(again.model.get_parameter(name), copy.to(torch.bfloat16)), name
-
-
 @pytest.mark.parametrize("name", ["llama", "t5", "bert"])
-def test_smoothed_labels(trainers, tmp_path, name, monkeypatch):
+def test_smoothed_labels(tmp_path, name, monkeypatch):
     def collate_for_decoder(rows):
         batch = collate(rows)
         start = torch.zeros_like(batch["labels"][:, :1])
@@ -179,7 +144,7 @@ def test_smoothed_labels(trainers, tmp_path, name, monkeypatch):
     of_logits = SmoothedLoss.of_logits
     monkeypatch.setattr(SmoothedLoss, "of_logits", lambda *args: smoothed.append(1) or of_logits(*args))
     script = {"data_collator": collate_for_decoder if name == "t5" else collate}
-    assert_same_curves(*both(trainers, tmp_path, name, script=lambda: script, label_smoothing_factor=0.1))
+    assert_same_curves(*both(tmp_path, name, script=lambda: script, label_smoothing_factor=0.1))
     assert len(smoothed) == 3 * 2 * 3  # steps, batches, microbatches: never of all logits
 
 
@@ -206,8 +171,8 @@ EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps":
     [(lambda: {"compute_loss_func": focal}, {}), (None, EPOCHS), (half_frozen, {})],
     ids=["a loss of the user", "last batches of an epoch", "frozen layers"],
 )
-def test_scripts_learn_what_they_learn_with_the_plain_trainer(trainers, tmp_path, script, changes):
-    plain, ours = both(trainers, tmp_path, script=script, **changes)
+def test_scripts_learn_what_they_learn_with_the_plain_trainer(tmp_path, script, changes):
+    plain, ours = both(tmp_path, script=script, **changes)
     assert_same_curves(plain, ours)
     if script is half_frozen:
         frozen, before = ours.model.model.layers[0].mlp.up_proj.weight, half_frozen()["model"]
@@ -244,7 +209,7 @@ class FurtherBehind(RoundPipeTrainer, type("Other", (FirstTokens,), {})):
     """With a class between both."""
 
 
-def test_loss_of_a_subclass(trainers, tmp_path):
+def test_loss_of_a_subclass(tmp_path):
     kinds = (type("Own", (AddsSquares, base), {}) for base in (Trainer, RoundPipeTrainer))
     pair = [trainers("gpt2", arguments(tmp_path, 3), kind=kind) for kind in kinds]
     for trainer in pair:
@@ -254,7 +219,7 @@ def test_loss_of_a_subclass(trainers, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 @pytest.mark.parametrize("kind", [Behind, FurtherBehind, FirstTokensOfPipelines, RoundPipeTrainer])
-def test_step_of_a_subclass(trainers, tmp_path, name, kind):
+def test_step_of_a_subclass(tmp_path, name, kind):
     pair = [trainers(name, arguments(tmp_path / one.__name__, 3), kind=one) for one in (FirstTokens, kind)]
     if kind is RoundPipeTrainer:
         pair[1].training_step = functools.partial(_with_first_token, pair[1].training_step)
@@ -263,7 +228,7 @@ def test_step_of_a_subclass(trainers, tmp_path, name, kind):
     assert_same_curves(*pair)
 
 
-def test_model_init_makes_a_model_for_each_training(trainers, tmp_path):
+def test_model_init_makes_a_model_for_each_training(tmp_path):
     ours = trainers("gpt2", arguments(tmp_path, 2, eval_strategy="no"), model_init=lambda: make_model("gpt2"))
     ours.train()
     first, pipeline = history(ours, "loss"), ours.pipeline
@@ -272,7 +237,7 @@ def test_model_init_makes_a_model_for_each_training(trainers, tmp_path):
     assert history(ours, "loss") == first
 
 
-def test_trainer_is_usable_after_an_error(trainers, tmp_path):
+def test_trainer_is_usable_after_an_error(tmp_path):
     class Interrupt(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             raise KeyError("half-way")
@@ -286,7 +251,7 @@ def test_trainer_is_usable_after_an_error(trainers, tmp_path):
     assert [id(p) for p in ours.pipeline.parameters()] == [id(p) for p in ours.model.parameters()]
 
 
-def test_wrapped_model_is_taken_as_it_is(trainers, tmp_path):
+def test_wrapped_model_is_taken_as_it_is(tmp_path):
     model = make_model("llama")
     pipeline = wrap_model_to_roundpipe(model, devices="virtual:1")
     optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=0.1)
@@ -303,8 +268,8 @@ def test_wrapped_model_is_taken_as_it_is(trainers, tmp_path):
 
 # transformers 4 enters a block that torch has renamed
 @pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast:FutureWarning")
-def test_bfloat16_autocast(trainers, tmp_path):
-    plain, ours = both(trainers, tmp_path, "llama", bf16=True)
+def test_bfloat16_autocast(tmp_path):
+    plain, ours = both(tmp_path, "llama", bf16=True)
     exact = trainers("llama", arguments(tmp_path, 3), kind=Trainer)
     exact.train()
     assert history(ours, "loss") == pytest.approx(history(plain, "loss"), abs=2e-3)
@@ -312,17 +277,17 @@ def test_bfloat16_autocast(trainers, tmp_path):
     assert {p.dtype for p in ours.model.parameters()} == {torch.float32}
 
 
-def test_activation_checkpointing_is_left_to_the_pipeline(trainers, tmp_path):
+def test_activation_checkpointing_is_left_to_the_pipeline(tmp_path):
     """The curve is the same, and the layers do not recompute on their own."""
     known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     name = "activation" if "activation_checkpointing" in known else "gradient"  # before transformers 5.18
-    plain, ours = both(trainers, tmp_path, "llama", **{f"{name}_checkpointing": True})
+    plain, ours = both(tmp_path, "llama", **{f"{name}_checkpointing": True})
     assert_same_curves(plain, ours)
     assert getattr(plain.model, f"is_{name}_checkpointing")
     assert not getattr(ours.model, f"is_{name}_checkpointing")
 
 
-def test_sequences_are_generated_for_evaluation(trainers, tmp_path):
+def test_sequences_are_generated_for_evaluation(tmp_path):
     outputs = []
     for kind in (transformers.Seq2SeqTrainer, RoundPipeSeq2SeqTrainer):
         changes = {"predict_with_generate": True, "generation_max_length": 6}
@@ -358,7 +323,7 @@ def test_importing_the_package_leaves_transformers_alone():
         roundpipe_runtime.RoundPipeTraner  # noqa: B018 # the attribute is what is tested
 
 
-def test_model_without_a_loss_says_so(trainers, tmp_path):
+def test_model_without_a_loss_says_so(tmp_path):
     ours = trainers("llama", arguments(tmp_path, 3, **SHORT))
     ours.data_collator = lambda rows: {k: v for k, v in collate(rows).items() if k != "labels"}
     with pytest.raises(ValueError, match="did not return a loss"):
@@ -366,7 +331,7 @@ def test_model_without_a_loss_says_so(trainers, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bert", "mixtral"])
-def test_best_model_has_the_weights_of_its_checkpoint(trainers, tmp_path, name):
+def test_best_model_has_the_weights_of_its_checkpoint(tmp_path, name):
     """Also where names in the file are not those in memory: the Trainer itself leaves out the experts of Mixtral."""
     changes = {"eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,
                "learning_rate": 0.5, "lr_scheduler_type": "constant", "warmup_steps": 0}  # fmt: skip
@@ -377,7 +342,7 @@ def test_best_model_has_the_weights_of_its_checkpoint(trainers, tmp_path, name):
     assert ours.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_adapters_are_trained_saved_and_resumed(trainers, tmp_path):
+def test_adapters_are_trained_saved_and_resumed(tmp_path):
     """LoRA: the curve is that of the plain Trainer, the checkpoint is PEFT's, and a resumed run ends with its bits.
 
     The resumed one keeps the weights on the devices.
@@ -390,7 +355,7 @@ def test_adapters_are_trained_saved_and_resumed(trainers, tmp_path):
         return {"model": peft.get_peft_model(make_model("llama"), lora)}
 
     options = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.03, "label_smoothing_factor": 0.1}
-    plain, ours = both(trainers, tmp_path, steps=4, script=adapted, **options)
+    plain, ours = both(tmp_path, steps=4, script=adapted, **options)
     assert_same_curves(plain, ours)
     assert (tmp_path / "RoundPipeTrainer" / "checkpoint-2" / "adapter_model.safetensors").is_file()
     again = trainers(
@@ -404,7 +369,7 @@ def test_adapters_are_trained_saved_and_resumed(trainers, tmp_path):
     assert [one.reused > 0 for one in traffic] == [False, True]  # frozen weights stay where they are asked to
 
 
-def test_model_has_the_weights_of_the_last_step_when_it_is_evaluated(trainers, tmp_path):
+def test_model_has_the_weights_of_the_last_step_when_it_is_evaluated(tmp_path):
     """With copies for the optimizer, too: generation for an evaluation reads the model on the host."""
     seen = []
 
@@ -420,7 +385,7 @@ def test_model_has_the_weights_of_the_last_step_when_it_is_evaluated(trainers, t
     assert all(seen)
 
 
-def test_model_and_batches_stay_on_the_host(trainers, tmp_path):
+def test_model_and_batches_stay_on_the_host(tmp_path):
     args = arguments(tmp_path, 1)
     for name in ("_setup_devices", "__cached__setup_devices"):  # the second is where transformers 4 looks
         args.__dict__[name] = torch.device("meta")
@@ -452,26 +417,26 @@ def choices_of_texts():
 
 
 @pytest.mark.parametrize("make", [pictures_beside_text, choices_of_texts])
-def test_a_model_that_does_not_run_on_a_row_of_tokens_is_cut_with_its_data(trainers, tmp_path, make):
+def test_a_model_that_does_not_run_on_a_row_of_tokens_is_cut_with_its_data(tmp_path, make):
     def script():
         torch.manual_seed(0)
         model, rows = make()
         collator = transformers.default_data_collator
         return {"model": model, "train_dataset": rows, "eval_dataset": rows, "data_collator": collator}
 
-    plain, ours = both(trainers, tmp_path, script=script)
+    plain, ours = both(tmp_path, script=script)
     assert_same_curves(plain, ours, keys=("loss", "eval_loss"))
     assert not ours.pipeline.cut.report.is_whole
 
 
-def test_checkpoint_of_another_model_is_refused(trainers, tmp_path):
+def test_checkpoint_of_another_model_is_refused(tmp_path):
     trainers("gpt2", arguments(tmp_path, 1, save_strategy="steps", save_steps=1, eval_strategy="no")).train()
     ours = trainers("llama", arguments(tmp_path, 2, eval_strategy="no"))
     with pytest.raises(ConfigError, match=r"checkpoint-1 is for a different model: it lacks \d+ weights of LlamaFor"):
         ours.train(resume_from_checkpoint=True)
 
 
-def test_noise_on_embeddings_comes_and_goes(trainers, tmp_path):
+def test_noise_on_embeddings_comes_and_goes(tmp_path):
     model = make_model("gpt2")
     start = {name: value.clone() for name, value in model.state_dict().items()}
     pipeline = wrap_model_to_roundpipe(model, devices="virtual:1")
@@ -484,17 +449,6 @@ def test_noise_on_embeddings_comes_and_goes(trainers, tmp_path):
         losses.append(history(ours, "loss"))
     assert losses[2] == losses[0]
     assert losses[1] != pytest.approx(losses[0], abs=1e-3)
-
-
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_a_model_that_is_left_in_one_piece_trains_alike(trainers, tmp_path, name):
-    args = {"label_smoothing_factor": 0.1}
-    plain = trainers(name, arguments(tmp_path / "plain", 3, **args), kind=Trainer)
-    ours = trainers(name, arguments(tmp_path / "ours", 3, **args), use_sequential_preset=False)
-    for trainer in (plain, ours):
-        trainer.train()
-    assert ours.pipeline.cut.report.is_whole
-    assert_same_curves(plain, ours)
 
 
 @pytest.fixture

@@ -234,16 +234,12 @@ SMALL_DETR = {
 }  # fmt: skip
 
 
-def resnet():
-    return transformers.ResNetConfig(
+def detr():
+    backbone = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
     )
-
-
-def detr():
-    return transformers.DetrForObjectDetection(
-        transformers.DetrConfig(**SMALL_DETR, backbone_config=resnet(), auxiliary_loss=True)
-    )
+    config = transformers.DetrConfig(**SMALL_DETR, backbone_config=backbone, auxiliary_loss=True)
+    return transformers.DetrForObjectDetection(config)
 
 
 def maskformer():

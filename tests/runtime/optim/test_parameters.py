@@ -205,20 +205,16 @@ def test_a_step_reads_the_rounded_sum(wrap, name, how):
     if how == "exact" and name == "one that clips":
         word = pytest.warns(UserWarning, match="Clips does not update one parameter after the other")
     with word:
-        take_steps(pipe, optimizer, steps, how)
+        for _ in range(steps):
+            run(pipe)
+            assert {p.grad.dtype for p in pipe.optim_parameters()} == {torch.bfloat16}
+            if how == "outside":
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), how)
     pipe.synchronize()
     assert same_bits([p.detach() for p in pipe.optim_parameters()], rounded(steps, make, wrap, **groups))
-
-
-def take_steps(pipe, optimizer, steps, how):
-    for _ in range(steps):
-        run(pipe)
-        assert {p.grad.dtype for p in pipe.optim_parameters()} == {torch.bfloat16}
-        if how == "outside":
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), how)
 
 
 def test_frozen_parameters_hooks_and_pickles_keep_the_dtype_and_runs_add_up(wrap):
@@ -276,10 +272,6 @@ def trained():
     pipe.close()
 
 
-def parameters_of(of, model, pipe):
-    return {"pipe": pipe.parameters(), "model": model.parameters(), "copies": pipe.optim_parameters()}[of]
-
-
 @pytest.mark.parametrize("of", ["pipe", "model", "copies"])
 @pytest.mark.parametrize(
     "norm",
@@ -294,21 +286,8 @@ def test_loops_over_the_parameters_of_the_model_read_its_gradients(trained, norm
     """They were in the copies alone: a norm of 0, without an error."""
     plain, model, pipe = trained
     expected = float(norm(plain.parameters()))
-    assert float(norm(parameters_of(of, model, pipe))) == pytest.approx(expected, rel=0.02)
-
-
-def halve(given):
-    for one in given:
-        one.grad = one.grad * 0.5
-
-
-def add_penalty(given):
-    sum((one * one).sum() for one in given).backward()
-
-
-def clear(given):
-    for one in given:
-        one.grad = None
+    given = {"pipe": pipe.parameters(), "model": model.parameters(), "copies": pipe.optim_parameters()}[of]
+    assert float(norm(given)) == pytest.approx(expected, rel=0.02)
 
 
 CHANGES = {
@@ -316,9 +295,9 @@ CHANGES = {
     "value": lambda given: clip_grad_value_(given, 1e-3),
     "by a norm": lambda given: clip_grads_with_norm_(given, 0.01, torch.tensor(2.0)),
     "in place": lambda given: [one.grad.mul_(0.5) for one in given],
-    "another": halve,
-    "a backward": add_penalty,
-    "none": clear,
+    "another": lambda given: [setattr(one, "grad", one.grad * 0.5) for one in given],
+    "a backward": lambda given: sum((one * one).sum() for one in given).backward(),
+    "none": lambda given: [setattr(one, "grad", None) for one in given],
 }
 
 

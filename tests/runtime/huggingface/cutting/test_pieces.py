@@ -333,11 +333,6 @@ def as_a_method(model):
     model.forward = types.MethodType(forward, model)
 
 
-def twice(model):
-    in_a_closure(model)
-    as_a_method(model)
-
-
 def of_the_module(model):
     """A function whose closure holds the model itself, and calls its class."""
 
@@ -348,7 +343,9 @@ def of_the_module(model):
     model.forward = forward
 
 
-@pytest.mark.parametrize("replace", [in_a_closure, as_a_method, twice, of_the_module])
+@pytest.mark.parametrize(
+    "replace", [in_a_closure, as_a_method, lambda model: [in_a_closure(model), as_a_method(model)], of_the_module]
+)
 def test_a_model_with_a_replaced_forward_is_cut(replace):
     model, plain = Toy(), Toy()
     replace(model)

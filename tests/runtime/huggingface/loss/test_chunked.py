@@ -296,16 +296,12 @@ def test_whatever_is_done_to_logits_is_done(name, everything_is_large):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-14)
 
 
-def _soft(labels, vocabulary):
-    return functional.one_hot(labels.clamp(min=0), vocabulary).double()
-
-
 @pytest.mark.parametrize(
     "loss",
     [
         lambda logits, labels: functional.cross_entropy(logits, labels, weight=torch.arange(50.0).double()),
         lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none").sum(),
-        lambda logits, labels: functional.cross_entropy(logits, _soft(labels, 50)),
+        lambda logits, labels: functional.cross_entropy(logits, functional.one_hot(labels.clamp(min=0), 50).double()),
         lambda logits, labels: functional.cross_entropy(logits.to(torch.bfloat16), labels),
         lambda logits, labels: functional.cross_entropy(logits.to(dtype=torch.float32), labels),
         lambda logits, labels: functional.cross_entropy(logits.reshape(37, 50, 1), labels[:, None]),

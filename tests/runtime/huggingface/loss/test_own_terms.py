@@ -197,13 +197,6 @@ def make(name: str) -> torch.nn.Module:
     return make_model("t5").double().eval() if name == "t5" else hf_model(name)
 
 
-def make_batch(name: str) -> dict[str, torch.Tensor]:
-    batch = hf_batch(padding=name != "gemma2")  # whose padding on the left is NaN
-    if name == "t5":
-        batch["decoder_input_ids"] = batch["input_ids"].flip(1)
-    return batch
-
-
 def plain_loss(model, batch, *, shifted, **options):
     """What the Trainer computes: the model without labels, its smoother behind it."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -213,7 +206,9 @@ def plain_loss(model, batch, *, shifted, **options):
 @pytest.mark.parametrize("items", [None, 17])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_the_trainer(name, items, everything_is_large, computed):
-    batch, shifted = make_batch(name), MODELS[name]
+    batch, shifted = hf_batch(padding=name != "gemma2"), MODELS[name]  # whose padding on the left is NaN
+    if name == "t5":
+        batch["decoder_input_ids"] = batch["input_ids"].flip(1)
     assert_like_plain(
         make(name),
         batch,

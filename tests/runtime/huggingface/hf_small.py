@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -56,6 +57,11 @@ class Toy(nn.Module):
 
     def between(self, number, layer, x):
         return layer(x)
+
+
+def toy(between: Callable[..., torch.Tensor], layers: nn.ModuleList | None = None) -> Toy:
+    """A toy with this code between two layers."""
+    return type("Own", (Toy,), {"between": between, "__module__": __name__})(layers)
 
 
 def tokens(rows: int = 5, length: int = 6, seed: int = 1) -> torch.Tensor:

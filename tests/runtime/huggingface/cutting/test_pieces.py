@@ -24,6 +24,7 @@ from tests.runtime.huggingface.hf_small import (
     hf_model,
     squares,
     tokens,
+    toy,
     without_dropout,
     worst_gradient,
     wrapped,
@@ -31,20 +32,14 @@ from tests.runtime.huggingface.hf_small import (
 
 
 def test_plain_layers_are_two_phases_and_code_between_them_is_one_more():
-    class Glue(Toy):
-        def between(self, number, layer, x):
-            return layer(x) * 2 if number == 1 else layer(x)
-
+    glued = toy(lambda self, number, layer, x: layer(x) * 2 if number == 1 else layer(x))
     assert compare_toy(Toy()).report.pieces == ("phase 0", "layers.0", "layers.1", "layers.2", "phase 1")
-    assert compare_toy(Glue()).report.pieces == ("phase 0", "layers.0", "layers.1", "phase 1", "layers.2", "phase 2")
+    assert compare_toy(glued).report.pieces == ("phase 0", "layers.0", "layers.1", "phase 1", "layers.2", "phase 2")
 
 
 def test_code_between_all_layers_may_have_parameters():
-    class Glue(Toy):
-        def between(self, number, layer, x):
-            return layer(x) + self.head(x)[..., :8] * self.embed.weight[0]
-
-    assert compare_toy(Glue()).report.phases == 4
+    glued = toy(lambda self, number, layer, x: layer(x) + self.head(x)[..., :8] * self.embed.weight[0])
+    assert compare_toy(glued).report.phases == 4
 
 
 def test_side_inputs_get_their_gradients():
@@ -111,11 +106,7 @@ def test_a_dictionary_that_layers_write_is_shared_and_the_model_may_read_it_betw
 
 
 def test_a_microbatch_may_leave_layers_out():
-    class Skipping(Toy):
-        def between(self, number, layer, x):
-            return x if number == 1 and x.shape[0] > 3 else layer(x)
-
-    model = Skipping().double()
+    model = toy(lambda self, number, layer, x: x if number == 1 and x.shape[0] > 3 else layer(x)).double()
     ids = tokens(7)
     pipeline = wrapped(model, example={"input_ids": tokens(2)})
     found = pipeline(ids, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
@@ -123,11 +114,7 @@ def test_a_microbatch_may_leave_layers_out():
 
 
 def test_layers_that_the_example_did_not_call_are_an_error():
-    class Adding(Toy):
-        def between(self, number, layer, x):
-            return layer(layer(x)) if x.shape[1] == 6 else layer(x)
-
-    model = Adding()
+    model = toy(lambda self, number, layer, x: layer(layer(x)) if x.shape[1] == 6 else layer(x))
     pipeline = wrapped(model, example={"input_ids": tokens(2, 4)})
     with pytest.raises(BatchStructureError, match=r"This batch calls layers\.0 where the example") as caught:
         pipeline(tokens())
@@ -136,27 +123,18 @@ def test_layers_that_the_example_did_not_call_are_an_error():
 
 
 def test_code_that_the_example_did_not_run_is_an_error():
-    class Sometimes(Toy):
-        def between(self, number, layer, x):
-            return layer(x) * 2 if x.shape[1] == 6 and number == 0 else layer(x)
-
-    pipeline = wrapped(Sometimes(), example={"input_ids": tokens(2, 4)})
+    model = toy(lambda self, number, layer, x: layer(x) * 2 if x.shape[1] == 6 and number == 0 else layer(x))
+    pipeline = wrapped(model, example={"input_ids": tokens(2, 4)})
     with pytest.raises(BatchStructureError, match=r"runs more steps \(layers, and code between layers\)"):
         pipeline(tokens())
 
 
 def test_opaque_objects_among_arguments_are_refused():
-    class Handing(Toy):
-        def between(self, number, layer, x):
-            return layer(x, Opaque(self.head.bias).tensor[0])
-
-    class Holding(Toy):
-        def between(self, number, layer, x):
-            return layer(x, Opaque(self.head.bias))
-
-    compare_toy(Handing())
+    compare_toy(toy(lambda self, number, layer, x: layer(x, Opaque(self.head.bias).tensor[0])))
+    layers = nn.ModuleList([TakesOpaque(), TakesOpaque()])
+    held = toy(lambda self, number, layer, x: layer(x, Opaque(self.head.bias)), layers)
     with pytest.raises(CutError, match="gets an argument that cannot be passed between layers") as caught:
-        wrapped(Holding(nn.ModuleList([TakesOpaque(), TakesOpaque()])), example={"input_ids": tokens(2)})
+        wrapped(held, example={"input_ids": tokens(2)})
     assert caught.value.reason == "structure"
 
 

@@ -50,8 +50,6 @@ def test_a_tensor_may_be_written_in_place_after_its_download_was_given(device):
 
 
 def test_the_host_waits_for_what_is_computed_of_a_sparse_gradient(device):
-    """The host waits for it. There are no sparse tensors here: a dense one states their layout."""
-
     class Sparse(torch.Tensor):
         layout = torch.sparse_coo
 
@@ -172,7 +170,6 @@ def test_large_parameters_travel_in_pieces(device):
     ("options", "keep", "overtaken"), [({}, False, False), ({"last": True}, False, True), ({"last": True}, True, False)]
 )
 def test_the_computation_waits_for_a_download_only_of_what_may_be_written_again(device, options, keep, overtaken):
-    """The caller states that it does not write it; a layer that holds a view may, and is waited for."""
     with device.computing():
         tensor = torch.ones(3, device=device.torch_device)
         kept = tensor.view(1, 3) if keep else None

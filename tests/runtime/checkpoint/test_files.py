@@ -235,7 +235,6 @@ def test_shards_with_an_index_or_one_file_if_it_fits(tmp_path):
 @pytest.mark.parametrize("tensors", [TENSORS, {}], ids=["four", "none"])
 @pytest.mark.parametrize("limit", [1, 32, 10**9])
 def test_all_of_it_is_read_again(tmp_path, tensors, limit):
-    """A model may have no parameters."""
     write_tensors(tmp_path, "training", tensors, limit)
     with open_tensors(tmp_path, "training") as found:
         assert list(found) == list(tensors)

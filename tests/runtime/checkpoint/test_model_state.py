@@ -86,7 +86,6 @@ def test_a_tied_weight_is_stored_once(tmp_path):
 
 
 def test_masters_keep_the_bits_that_parameters_have_not(tmp_path):
-    """Of float32 masters, bfloat16 parameters hold 8 of 24 bits."""
     pipe = pipeline(dtype=torch.float32)
     with OptimizerCtx():
         optimizer = optim.Adam(pipe.parameters(), lr=1e-3)

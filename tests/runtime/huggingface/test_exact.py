@@ -266,7 +266,6 @@ def batch():
 
 
 def test_one_microbatch_is_masked_as_the_model_is(model, batch):
-    """Loss, all gradients, and the state of NumPy's generator afterwards, though phases run code of the model again."""
     plain = copy.deepcopy(model)
     pipe = wrap_model_to_roundpipe(model, devices="virtual:2", example={k: v[:2] for k, v in batch.items()})
     np.random.seed(7)

@@ -76,7 +76,6 @@ def wrapped(model, devices, large_tables="slices", **options):
 
 
 def once(model, devices, large_tables="slices", config=CONFIG, loss_fn=None, **options):
-    """Loss and gradients of one batch."""
     pipe = wrapped(copy.deepcopy(model), devices, large_tables, **options)
     call = {} if loss_fn is None else {"loss_fn": loss_fn}
     loss = pipe.forward_backward(input_kwargs=batch(), run_config=config, **call)
@@ -103,7 +102,6 @@ def check_close(found, expected, *, tolerance=2e-6):
 
 
 def check_rounded(found, expected):
-    """Numbers of 16 bits differ by rounding."""
     torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=0)
     for name, gradient in expected[1].items():
         assert (found[1][name] - gradient).norm() <= 0.02 * gradient.norm(), name
@@ -116,7 +114,6 @@ def same_bits(found, expected):
 
 @pytest.fixture
 def devices():
-    """Two devices that check every access; each pipeline has its own."""
     return "virtual:2:check"
 
 
@@ -279,7 +276,6 @@ def test_code_that_reads_the_whole_weight_gets_it(devices):
 
 
 def test_code_that_writes_a_table_is_refused(devices):
-    """A write into a table would be lost, and is an error that names it."""
     model = llama()
     original = type(model.lm_head).forward
 
@@ -310,7 +306,6 @@ def test_numbers_outside_of_the_vocabulary_are_refused(name, devices):
 
 
 def test_autocast_rounds_slices_as_it_rounds_the_whole_head(devices):
-    """Under autocast products are in bfloat16, in the backward, too: the numbers are as near as two roundings."""
     model, config = llama(dtype=torch.float32), RoundPipeRunConfig(num_microbatch=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         whole, sliced = (once(model, devices, way, config) for way in ("whole", "slices"))

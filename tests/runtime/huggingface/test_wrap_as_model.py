@@ -214,7 +214,6 @@ def policy_and_value_loss(outputs, labels):
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_a_head_of_values_is_found_and_trained(microbatches):
-    """Loss and all gradients of a step of PPO, of five rows with padding, are those of the reference model."""
     model = WithValues().double()
     plain = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1)

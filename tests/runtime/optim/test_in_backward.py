@@ -347,7 +347,6 @@ def hooked(optimizer):
     ids=["none", "not in parts", "hooks", "not held"],
 )
 def test_optimizers_that_cannot_step_in_the_backward(wrap, make, match):
-    """Each is refused before a run, and names what to change."""
     _, _, run = pipe_and_run(wrap, make)
     with pytest.raises(ConfigError, match=match):
         run()

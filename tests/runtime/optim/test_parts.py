@@ -300,7 +300,6 @@ class Walk:
 
 
 def test_no_interleaving_deadlocks_or_loses_an_update():
-    """10,000 orders of events, drawn from fixed seeds: every read sees its version, every version arrives."""
     for seed in range(10_000):
         Walk(seed, layers=1 + seed % 3, rounds=1 + seed % 4).go()
 

@@ -301,7 +301,6 @@ def test_a_background_step_that_calls_the_pipeline_is_an_error(devices):
 
 
 def test_a_background_step_may_forget_gradients_and_update_the_scale(devices):
-    """zero_grad() of the model, and GradScaler.update(), wait for steps in the background, but not for themselves."""
     pipe = RoundPipe(small_model(), torch.float64, devices=devices, model_run_config=MEAN)
     scaler = GradScaler(init_scale=4.0)
     run(pipe)

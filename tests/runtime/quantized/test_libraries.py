@@ -208,7 +208,6 @@ def test_train_quantizes_as_it_reads(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_the_weights_are_those_of_a_model_that_was_loaded_first(folder):
-    """Read one after the other, and loaded by transformers and then quantized: the same bits."""
     read = model_source(folder / "llama").load(quantize="nf4")
     loaded = quantize_frozen(model_source(folder / "llama").load(), "nf4")
     found, expected = read.state_dict(), loaded.state_dict()
@@ -268,7 +267,6 @@ def test_the_bytes_on_the_link_are_those_of_four_bits():
 
 
 def test_a_plan_counts_the_products_of_four_bits():
-    """A linear layer in nf4 has the operations of one in floating point."""
     found = {}
     for kind in ("nf4", None):
         layers = nn.Sequential(nn.ModuleList([nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)]))
@@ -296,8 +294,6 @@ def test_what_cannot_be_quantized_is_refused(monkeypatch):
 
 
 class Scaled(nn.Module):
-    """Has a list of linear layers, and a buffer next to it."""
-
     def __init__(self, persistent):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)])

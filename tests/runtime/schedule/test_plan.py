@@ -212,8 +212,6 @@ def test_copies_that_gain_nothing_are_not_made_and_many_uneven_layers_are_planne
 
 
 def best_by_trying(costs, devices):
-    """Every fused plan there is."""
-
     def cuts(count):
         for flags in itertools.product([0, 1], repeat=max(count - 1, 0)):
             ends = [i + 1 for i, flag in enumerate(flags) if flag] + [count]

@@ -271,6 +271,5 @@ def test_measured_times_replace_the_guess_and_the_share_of_quick_layers_is_known
 
 @pytest.mark.parametrize(("dtype", "per_number"), [(torch.bfloat16, 2), (torch.float32, 2 + 4)])
 def test_sums_of_another_dtype_take_memory_next_to_the_gradients(dtype, per_number):
-    """bfloat16 parameters: 2 bytes for a gradient, and 4 for its sum where the optimizer works in float32."""
     layer = nn.Linear(8, 4, dtype=torch.bfloat16)
     assert analytic_cost(layer, lambda parameter: dtype).grad_bytes == 36 * per_number

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 
 
 def found(model, example, **options):
-    """``(kind, name, made, read)`` of every tensor."""
     made = cut(model, example, check=False)
     return [(one.kind, one.name, one.made, one.read) for one in passed_tensors(made, example, **options)]
 

@@ -238,7 +238,6 @@ def test_adapters_generate_through_the_pipeline():
 
 
 def test_the_forward_of_the_model_is_back_afterwards():
-    """After `generate`, and after an exception in it, the model calls its own forward."""
     model = hf_model("llama")
 
     def fail():

@@ -310,7 +310,6 @@ def test_whatever_is_done_to_logits_is_done(name, everything_is_large):
     ids=["classes weighted", "not reduced", "probabilities", "bfloat16", "by keyword", "classes inside", "no loss"],
 )
 def test_what_is_no_plain_loss_has_all_logits(loss):
-    """The numbers are those of torch, from logits that are computed after all."""
     hidden, weight, bias, labels = example()
     late = LazyLogits(hidden, (weight, bias))
     found, expected = loss(late, labels), loss(functional.linear(hidden, weight, bias), labels)

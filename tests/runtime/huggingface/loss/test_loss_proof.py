@@ -331,7 +331,6 @@ def speech():
 
 
 def pairs():
-    """Each picture is compared with every text of the batch."""
     text = {**SIZES, "vocab_size": 100, "eos_token_id": 99, "bos_token_id": 98, "pad_token_id": 1}
     config = transformers.CLIPConfig(text_config=text, vision_config={**SIZES, "image_size": 16, "patch_size": 8})
     batch = {"input_ids": torch.randint(5, 98, (ROWS, 8)), "pixel_values": torch.randn(ROWS, 3, 16, 16)}
@@ -459,8 +458,6 @@ LOSSES = {
 
 
 class Classifier(transformers.LlamaForSequenceClassification):
-    """It computes its loss with a function."""
-
     def __init__(self, config, loss_of):
         super().__init__(config)
         self.loss_of = loss_of

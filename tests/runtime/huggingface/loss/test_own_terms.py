@@ -254,7 +254,6 @@ def test_whoever_asks_for_outputs_gets_logits(everything_is_large):
 
 
 def test_decoders_begin_with_what_their_model_makes_of_labels():
-    """An encoder-decoder that is given labels only has the inputs of its decoder from them, as it does itself."""
     batch = hf_batch()
 
     def expected(plain):

@@ -38,7 +38,6 @@ def save_tokenizer(folder):
 
 
 def changed(script):
-    """The script with a pipeline, by changes of single lines."""
     kind = "Seq2SeqTrainer" if "Seq2SeqTrainer(" in script else "Trainer"
     script = script.replace(f"from transformers import {kind}\n", f"from roundpipe_runtime import RoundPipe{kind}\n")
     script = script.replace(f"trainer = {kind}(\n", f"trainer = RoundPipe{kind}(\n")
@@ -56,7 +55,6 @@ def run(path, *arguments, monkeypatch):
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_three_lines_are_changed_and_nothing_else(tmp_path, monkeypatch, name):
-    """Losses, evaluations, norms and learning rates within 1e-5; the metrics; and the weights that are loaded again."""
     folder = tmp_path / "model"
     make_model(MODELS[name]).save_pretrained(folder)
     save_tokenizer(folder)

@@ -108,8 +108,6 @@ def trained(kind, folder, trainer_class, of_trainer=dict, **changes):
 
 
 def combined(kind):
-    """The class that a user writes: a trainer of TRL whose model runs through a pipeline."""
-
     class Own(RoundPipeTrainer, KINDS[kind]):
         pass
 

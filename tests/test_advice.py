@@ -23,34 +23,24 @@ VALUE = "value_of_the_message"
 
 # what is typed on an object, by the class that has it
 METHODS = {
-    "forward_backward": "roundpipe_runtime:RoundPipe.forward_backward",
-    "step": "roundpipe_runtime:RoundPipe.step",
-    "generate": "yobx_flatten:OnnxGenerator.generate",
-    "stream": "yobx_flatten:OnnxGenerator.stream",
+    "forward_backward": "roundpipe_runtime:RoundPipe.forward_backward", "step": "roundpipe_runtime:RoundPipe.step",
+    "generate": "yobx_flatten:OnnxGenerator.generate", "stream": "yobx_flatten:OnnxGenerator.stream",
     "optim_parameters": "roundpipe_runtime:RoundPipe.optim_parameters",
-    "check_valid": "roundpipe_runtime:ModelExecutePlan.check_valid",
-    "auto": "roundpipe_runtime:ModelExecutePlan.auto",
+    "check_valid": "roundpipe_runtime:ModelExecutePlan.check_valid", "auto": "roundpipe_runtime:ModelExecutePlan.auto",
     "load": "yobx_flatten:RecordedCalls.load",
-}
+}  # fmt: skip
 # what is imported from elsewhere, also from a module of ours that the guide names
 OTHERS = {
-    "init_device_mesh": "torch.distributed.device_mesh",
-    "cross_entropy": "torch.nn.functional",
-    "RandomSampler": "torch.utils.data",
-    "DataCollatorWithFlattening": "transformers",
-    "TrainingArguments": "transformers",
-    "GetAttrKey": "torch.utils._pytree",
-    "describe_hardware": "roundpipe_runtime.estimate.hardware",
-    "Training": "roundpipe_runtime.fine_tune",
-    "prove_program": "yobx_flatten.export",
-    "Quantization": "yobx_flatten.export",
-    "SmoothedLoss": "roundpipe_runtime.huggingface",
-    "RoundPipeTrainer": "roundpipe_runtime",
+    "init_device_mesh": "torch.distributed.device_mesh", "cross_entropy": "torch.nn.functional",
+    "RandomSampler": "torch.utils.data", "DataCollatorWithFlattening": "transformers",
+    "TrainingArguments": "transformers", "GetAttrKey": "torch.utils._pytree",
+    "describe_hardware": "roundpipe_runtime.estimate.hardware", "Training": "roundpipe_runtime.fine_tune",
+    "prove_program": "yobx_flatten.export", "Quantization": "yobx_flatten.export",
+    "SmoothedLoss": "roundpipe_runtime.huggingface", "RoundPipeTrainer": "roundpipe_runtime",
     "ReplicaBatchSampler": "roundpipe_runtime.distributed.replicas.sampler",
-    "LongRows": "roundpipe_runtime.huggingface",
-    "cut": "roundpipe_runtime.huggingface",
+    "LongRows": "roundpipe_runtime.huggingface", "cut": "roundpipe_runtime.huggingface",
     "DynamoExporter": "transformers.exporters",
-}
+}  # fmt: skip
 COMMANDS = {"yobx-flatten": flatten, "roundpipe": roundpipe}
 # programs of others, and options alone
 SHELL = ("pip", "apt", "export", "mkdir", "torchrun", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")

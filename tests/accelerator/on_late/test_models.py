@@ -10,7 +10,6 @@ from roundpipe_runtime import LossError, ModelExecutePlan, RoundPipe, RoundPipeR
 from roundpipe_runtime.engine.parameters import partial_table
 from tests.accelerator import late
 from tests.accelerator.training import late_devices, memory_of
-from tests.cases import cases
 from tests.runtime.engine.test_routed import BATCHES, KINDS, model_of, pipe_of, squares
 from tests.runtime.small import batch, gradients, near, relative_error, same_bits, small_model
 
@@ -77,20 +76,6 @@ def test_float8(count, order):
     pairs = [(one, other) for one, other in zip(found, right, strict=True) if one is not None]
     assert all(relative_error(one, other) < 1e-5 for one, other in pairs)
     assert late.counts().get("bytes up, pageable", 0) < 100
-
-
-# torch's compiler looks at the attribute of every input
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("backend", cases(["eager", "aot_eager"], quick=["eager"]))
-def test_compiled_layers(backend, order):
-    late.set_order(*order)
-    model, (inputs, labels) = small_model(dropout=0.0), batch(8)
-    right = plainly(copy.deepcopy(model), inputs, labels)
-    compiled = nn.Sequential(*[torch.compile(layer, backend=backend) for layer in model])
-    found = trained(compiled, late_devices(2), inputs, labels)
-    torch._dynamo.reset()
-    assert all(relative_error(one, other) < 1e-5 for one, other in zip(found, right, strict=True))
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)

@@ -151,29 +151,6 @@ def test_a_cache_of_another_kind_is_refused_and_generated_with_on_the_host(name)
             pipeline(**prompt(), use_cache=True)
 
 
-def test_a_model_with_states_alone_continues_from_its_cache():
-    pipeline, plain = pair("mamba")
-    ours, theirs = home(plain), home(plain)
-    if ours is None:
-        pytest.skip("the Mamba of this transformers has a class of caches of its own")
-    ids, name = prompt()["input_ids"], argument_of(plain.forward)
-    with torch.no_grad():
-        for part in (slice(0, 9), slice(9, 10)):
-            found, expected = (
-                model(input_ids=ids[:, part], use_cache=True, **{name: cache})
-                for model, cache in ((pipeline, ours), (plain, theirs))
-            )
-            assert torch.allclose(found.logits, expected.logits, rtol=1e-9)
-            assert cache_of(found) is ours
-    with register_flattening_functions(patch_transformers=True):
-        states = [
-            [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, torch.Tensor)] for cache in (ours, theirs)
-        ]
-    assert len(states[0]) >= 4  # a convolution and a recurrence for each of two layers
-    for one, other in zip(*states, strict=True):
-        assert torch.allclose(one.double(), other.double(), rtol=1e-9)
-
-
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_the_cache_is_found_under_another_version_s_name(name):
     pipeline, plain = pair(name)

@@ -39,26 +39,6 @@ def names(run):
     return sorted(path.name for path in run.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: (path / "model.safetensors").write_text("weighty"), r"has 7 bytes, but 10 were written"),
-        (lambda path: (path / "model.safetensors").write_text("weights_12"), r"changed after it was written"),
-        (lambda path: (path / "model.safetensors").unlink(), r"model.safetensors.*, which does not exist"),
-        (
-            lambda path: [(path / name).unlink() for name in (MANIFEST, "trainer_state.json")],
-            r"written last, is missing",
-        ),
-    ],
-    ids=["truncated", "changed", "removed", "never finished"],
-)
-def test_one_that_is_not_whole_is_passed_over(tmp_path, damage, message):
-    make(tmp_path, 9, 12)
-    damage(tmp_path / "checkpoint-12")
-    with pytest.warns(CheckpointWarning, match=rf"previous one is tried.*checkpoint-12.*{message}"):
-        assert newest_whole(tmp_path) == tmp_path / "checkpoint-9"
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 @pytest.mark.parametrize("name", ["trainer_state.json", "roundpipe.json", "fine_tune.json"])
 @pytest.mark.parametrize("content", [None, "[1, 2]", "[" * 100_000, "a text"], ids=["pipe", "list", "deep", "text"])

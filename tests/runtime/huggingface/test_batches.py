@@ -313,4 +313,3 @@ def test_the_trainer_trains_a_detector(tmp_path, microbatches):
     assert not ours.pipeline.cut.report.is_whole
     for key in ("loss", "grad_norm"):
         assert history(ours, key) == pytest.approx(history(plain, key), rel=1e-5, abs=TOLERANCE)
-    ours.pipeline.close()

@@ -268,8 +268,7 @@ def trained():
     inputs, labels = INPUTS.bfloat16(), LABELS.bfloat16()
     F.mse_loss(plain(inputs), labels).backward()
     pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
-    yield plain, model, pipe
-    pipe.close()
+    return plain, model, pipe
 
 
 @pytest.mark.parametrize("of", ["pipe", "model", "copies"])

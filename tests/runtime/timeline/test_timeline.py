@@ -60,7 +60,6 @@ def test_every_layer_call_of_the_block_is_recorded_and_none_overlaps():
     with Timeline() as of_forward, torch.no_grad():
         pipe(inputs)
     assert {r.kind for r in of_forward.records} == {"upload", "forward", "download"}
-    pipe.close()
     records, names = timeline.records, [device.name for device in pipe.devices]
     count = {kind: sum(r.kind == kind for r in records) for kind in ("forward", "recompute", "backward", "loss")}
     assert count == {"forward": 21, "recompute": 12, "backward": 21 + 3, "loss": 3}

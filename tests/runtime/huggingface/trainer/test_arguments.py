@@ -74,7 +74,6 @@ def test_optimizer_of_parameters_without_gradients(tmp_path, how):
     else:
         with pytest.raises(ConfigError, match=r"SGD has \d+ parameters .*\n.*SGD\(model.optim_parameters\(\)"):
             ours.train()
-    ours.pipeline.close()
 
 
 @pytest.mark.parametrize("name", ["_prepare_input", "_wrap_model", "autocast_smart_context_manager"])
@@ -122,4 +121,3 @@ def test_optimizers_of_bitsandbytes_train_as_without_a_pipeline(tmp_path, optim)
     weight = ours.model.model.embed_tokens.weight
     kinds = {v.dtype for v in ours.optimizer.state[weight].values() if isinstance(v, torch.Tensor) and v.dim() == 2}
     assert kinds == {torch.float32}
-    ours.pipeline.close()

@@ -297,7 +297,6 @@ def test_options_beside_a_wrapped_model_are_refused(tmp_path):
         make_trainer("gpt2", arguments(tmp_path, 1), RoundPipeTrainer, model=pipeline)
     with pytest.raises(ConfigError, match="give use_sequential_preset to wrap_model_to_roundpipe"):
         RoundPipeTrainer(model=pipeline, args=arguments(tmp_path, 1), use_sequential_preset=False)
-    pipeline.close()
 
 
 def test_the_trainer_is_a_name_of_the_package_and_a_near_name_is_not():
@@ -460,7 +459,6 @@ def test_compiled_layers_learn_what_a_plain_trainer_learns(tmp_path, name):
     assert not ours.pipeline._rp_engine._options.compiled.is_empty
     for key in ("loss", "eval_loss", "grad_norm"):
         assert history(ours, key) == pytest.approx(history(plain, key), rel=10 * TOLERANCE)
-    ours.pipeline.close()
 
 
 def test_a_model_that_is_wrapped_already_or_in_one_piece_is_not_compiled(tmp_path):

@@ -22,12 +22,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
+from ..files.document import damage_as
 from ..huggingface.cache_names import CACHE, installed_name
 from ..runners.ports import is_present
 from .pictures import Pictures
 from .sampling import other_loops
-from .settings import refusals_named
-from .stand_ins import FileCache, ModelWithoutWeights, config_from, exported_class, generation_of, named_class
+from .settings import Documents, refusals_named, settings_of
+from .stand_ins import FileCache, ModelWithoutWeights, config_from, exported_class, named_class
 from .steps import OF_IMAGES, OF_VIDEOS, Steps, TextState, check_given
 
 _DRAFTS: Any = GenerationMode.ASSISTED_GENERATION
@@ -94,7 +95,21 @@ class FileModel(ModelWithoutWeights):
         ModelWithoutWeights.__init__(self, config_from(_stated(steps), encoder=steps.parts.encoder is not None))
         self.steps = steps
         self._steps: dict[str | None, Steps] = {None: steps}
-        self.generation_config = generation_of(steps.settings, self.config)
+        settings = steps.settings
+        documents = settings.documents or Documents({}, {})
+        own = settings_of(documents.config, documents.generation)
+        with damage_as(GenerationError, "generation_config.json"):
+            if documents.generation:
+                stated = copy.deepcopy(dict(documents.generation))
+                stated.pop("_from_model_config", None)  # transformers < 5 compares it with the configuration
+                self.generation_config = GenerationConfig.from_dict(stated)
+            else:
+                self.generation_config = GenerationConfig.from_model_config(self.config)
+        of_tokens = ("pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+        for name in ("eos_token_id", *of_tokens, "max_new_tokens", "max_length"):
+            ours = "eos_token_ids" if name == "eos_token_id" else name
+            if (value := getattr(settings, ours)) != getattr(own, ours):
+                setattr(self.generation_config, name, list(value) or None if isinstance(value, tuple) else value)
         if steps.parts.encoder is not None:
             encoder = EncoderOfFiles(steps)
             self.main_input_name = encoder.main_input_name
@@ -158,8 +173,14 @@ class FileModel(ModelWithoutWeights):
                 f"{self.steps.parts.decoder.name} returns the scores of the last token only, but assisted generation "
                 'needs the scores of all tokens. Export without logits="last".'
             )
-        if self.steps.parts.vision is not None:
-            kwargs = self._with_pictures(inputs, kwargs)
+        # an assisted loop has one row and repeats none; other loops would repeat a tensor of patches for each beam
+        if parts.vision is not None and kwargs.get("assistant_model") is None:
+            pictures = self._pictures({name: kwargs.pop(name, None) for name in _OF_PICTURES})
+            prompt = kwargs.get("input_ids") if inputs is None else inputs
+            if prompt is not None and any(one.names for one in pictures):
+                kwargs.pop("prefill_chunk_size", None)  # the files read a prompt with pictures in one call
+                seen = getattr(kwargs.get(installed_name()), "seen", 0)
+                kwargs["pixel_values"] = Shown(pictures, len(prompt), seen)
         if (config.num_beams or 1) > 1 and self.steps.parts.encoder is None and not _stated(self.steps):
             self.config.vocab_size = self._scores_of_two.shape[2]
         given = args if inputs is None and not args else (inputs, *args)  # Whisper's first parameter has another name
@@ -201,18 +222,6 @@ class FileModel(ModelWithoutWeights):
     def _scores_of_two(self) -> torch.Tensor:
         two = torch.zeros(1, 2, dtype=torch.int64)
         return self.steps.scores(self.steps.begin(two, None, {}, None, ()))
-
-    def _with_pictures(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Put all pictures into one object, since ``generate`` would repeat a tensor of patches for each beam."""
-        if kwargs.get("assistant_model") is not None:  # an assisted loop has one row and repeats none
-            return kwargs
-        pictures = self._pictures({name: kwargs.pop(name, None) for name in _OF_PICTURES})
-        prompt = kwargs.get("input_ids") if inputs is None else inputs
-        if prompt is None or not any(one.names for one in pictures):
-            return kwargs
-        kwargs.pop("prefill_chunk_size", None)  # the files read a prompt with pictures in one call
-        seen = getattr(kwargs.get(installed_name()), "seen", 0)
-        return {**kwargs, "pixel_values": Shown(pictures, len(prompt), seen)}
 
     def _pictures(self, given: Mapping[str, Any]) -> Sequence[Pictures]:
         mask, pixels = given.get("pixel_attention_mask"), given.get("pixel_values")
@@ -271,7 +280,14 @@ class FileModel(ModelWithoutWeights):
                 "each token in the cache and in input_ids."
             )
         if position_ids is not None and "position_ids" not in ports:
-            self._check_unread(position_ids, mask, input_ids.shape[1])
+            count = input_ids.shape[1]
+            read, counted = mask[:, -count:].bool(), (mask.cumsum(-1) - 1)[:, -count:]
+            every = torch.arange(mask.shape[1])[-count:].expand_as(counted)
+            # the file has no input for positions, and counts them with or without padding
+            if not any(torch.equal(position_ids.expand_as(one)[read], one[read]) for one in (counted, every)):
+                raise InvalidArgumentError(
+                    f"position_ids: {self.steps.parts.decoder.name} sets positions itself. Leave position_ids out."
+                )
         is_last = not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep == 1
         if cache.state is None:
             scores = self._begin(cache, input_ids, mask, position_ids, shown, is_last=is_last)
@@ -347,15 +363,6 @@ class FileModel(ModelWithoutWeights):
                 f"{name}: {self.steps.parts.decoder.name} sets positions itself, from {cache.seen}. Leave {name} out."
             )
 
-    def _check_unread(self, positions: torch.Tensor, mask: torch.Tensor, count: int) -> None:
-        """Raise InvalidArgumentError if given positions are not consecutive; the file has no input for positions."""
-        read, counted = mask[:, -count:].bool(), (mask.cumsum(-1) - 1)[:, -count:]
-        every = torch.arange(mask.shape[1])[-count:].expand_as(counted)
-        if not any(torch.equal(positions.expand_as(one)[read], one[read]) for one in (counted, every)):
-            raise InvalidArgumentError(
-                f"position_ids: {self.steps.parts.decoder.name} sets positions itself. Leave position_ids out."
-            )
-
     def _begin(
         self,
         cache: FileCache,
@@ -426,24 +433,20 @@ def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
                 "itself, or open_generator(folder).generate(...) without further keywords."
             )
         loop = own
-    return named_class(stated, (*bases, FileModel, loop), _taken(steps))(steps)
+    parts = steps.parts
+    if parts.encoder is None:
+        takes = {name: value for name, value in _defaults(FileModel._read_text).items() if name not in _OF_PICTURES}
+        takes |= {CACHE: None, **(dict.fromkeys(_OF_PICTURES) if parts.vision is not None else {})}
+    else:
+        unread = {"input_ids", "input_features", "input_values", "pixel_values"} - parts.encoder.ports.keys()
+        unread |= set() if steps.heads else {"output_attentions"}
+        found = _defaults(FileModel._read_after_encoder)
+        takes = {**{name: value for name, value in found.items() if name not in unread}, CACHE: None}
+    return named_class(stated, (*bases, FileModel, loop), takes)(steps)
 
 
 def _stated(steps: Steps) -> Mapping[str, Any]:
     return {} if steps.settings.documents is None else steps.settings.documents.config
-
-
-def _taken(steps: Steps) -> dict[str, Any]:
-    parts = steps.parts
-    if parts.encoder is None:
-        found = _defaults(FileModel._read_text)
-        found = {name: value for name, value in found.items() if name not in _OF_PICTURES}
-        return {**found, CACHE: None, **(dict.fromkeys(_OF_PICTURES) if parts.vision is not None else {})}
-    found = _defaults(FileModel._read_after_encoder)
-    unread = {"input_ids", "input_features", "input_values", "pixel_values"} - parts.encoder.ports.keys()
-    if not steps.heads:
-        unread.add("output_attentions")
-    return {**{name: value for name, value in found.items() if name not in unread}, CACHE: None}
 
 
 def _defaults(method: Any) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from ..runners.ports import CacheSlot, Port, Runner
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """Features that replace the embeddings of all image tokens, or of all video tokens, of a prompt."""
-
     token_id: int  # the token that the features replace
     features: torch.Tensor  # features of shape (tokens, hidden size)
     # features that decoder layers add, of shape (tokens, layers, hidden size); `None` if no layer adds features
@@ -180,10 +178,6 @@ class Tiles:
 
     config: Mapping[str, Any] = dataclasses.field(repr=False)  # the contents of config.json
 
-    @staticmethod
-    def of(config: Mapping[str, Any]) -> Tiles | None:
-        return Tiles(config) if config.get("model_type") in TILED else None
-
     def split(
         self, pixels: torch.Tensor, sizes: torch.Tensor | None, together: torch.Tensor | None
     ) -> list[torch.Tensor]:
@@ -274,7 +268,6 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
 
 
 def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> None:
-    """Raise GenerationError if a file has an input that a generation loop does not pass."""
     unknown = [name for name in ports if name not in set(known)]
     if unknown:
         raise GenerationError(

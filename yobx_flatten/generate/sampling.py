@@ -143,20 +143,10 @@ ScoreProcessor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # entries that change scores, each with a value that has no effect; `None`, `[]` and `False` never have an effect
 _OF_SCORES: Mapping[str, float | None] = {
-    "guidance_scale": 1,
-    "sequence_bias": None,
-    "encoder_repetition_penalty": 1,
-    "repetition_penalty": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "remove_invalid_values": None,
-    "exponential_decay_length_penalty": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "watermarking_config": None,
+    **dict.fromkeys(("guidance_scale", "repetition_penalty", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("sequence_bias", "bad_words_ids", "remove_invalid_values", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "watermarking_config")),
 }
 # entries for which transformers runs another generation loop
 _OF_LOOPS: Mapping[str, float | None] = {

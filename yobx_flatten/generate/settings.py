@@ -27,7 +27,7 @@ from ..files.document import damage_as, read_configuration, read_document
 from ..files.scratch import is_folder
 from ..huggingface.decoders import switch_of
 from ..trees.arguments import did_you_mean
-from .pictures import Pictures, Tiles
+from .pictures import TILED, Pictures, Tiles
 from .sampling import Sampling, ScoreProcessor, changes_scores, other_loops, sampling_of
 
 MANIFEST = "yobx_flatten.json"
@@ -109,20 +109,6 @@ class Switch:
     length: int  # number of tokens, see `.decoders.switch_of`
     # whether `model.generate` drops its cache there and reads all tokens again, as Phi-3 does; `None` if unknown
     rereads: bool | None = None
-
-    def passed_at(self, length: int) -> bool:
-        """Return whether generation must recompute the KV cache of a text of ``length`` tokens."""
-        if length != self.length + 1 or self.rereads is False:
-            return False
-        if self.rereads is None:
-            raise GenerationError(
-                f"This text grew past {self.length} tokens, where the model's rotary angles change (longrope, "
-                "dynamic). Some models, such as Phi-3, recompute the KV cache when these angles change. Without "
-                "yobx_flatten.json, the folder does not record whether to recompute it; the next tokens may be wrong. "
-                f"Export with\n    export_folder(model, folder)\nor begin with a prompt of over {self.length} tokens, "
-                "or ask for fewer new tokens."
-            )
-        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,7 +331,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         num_return_sequences=rules.get("num_return_sequences") or 1,
         has_rules=changes_scores(rules),
         other_loops=other_loops(rules),
-        tiles=Tiles.of(config),
+        tiles=Tiles(config) if config.get("model_type") in TILED else None,
         documents=Documents(config, generation),
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
-from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, QuantizedCache
 from transformers.utils import ModelOutput, find_labels
 
@@ -24,7 +24,6 @@ from ..huggingface.cache_names import has_read, named_as, tokens_in
 from ..runners.adapters import FolderAdapters
 from ..runners.in_place import cache_tensors, copied, cropped, held_before, rewound
 from .pictures import Seen
-from .settings import Documents, GenerationSettings, settings_of
 from .steps import Steps, TextState
 
 _MASKS = ("attention_mask", "pixel_mask")  # a mask without zeros has no effect
@@ -153,24 +152,6 @@ def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
         if encoder and not getattr(config, "is_encoder_decoder", False):
             config.is_encoder_decoder = True
         return config
-
-
-def generation_of(settings: GenerationSettings, config: Any) -> Any:
-    documents = settings.documents or Documents({}, {})
-    own = settings_of(documents.config, documents.generation)
-    with damage_as(GenerationError, "generation_config.json"):
-        if documents.generation:
-            stated = copy.deepcopy(dict(documents.generation))
-            stated.pop("_from_model_config", None)  # transformers < 5 would compare it with the model's configuration
-            found = GenerationConfig.from_dict(stated)
-        else:
-            found = GenerationConfig.from_model_config(config)
-    of_tokens = ("eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
-    for name in (*of_tokens, "max_new_tokens", "max_length"):
-        ours = "eos_token_ids" if name == "eos_token_id" else name
-        if (value := getattr(settings, ours)) != getattr(own, ours):
-            setattr(found, name, list(value) or None if isinstance(value, tuple) else value)
-    return found
 
 
 def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...], takes: Mapping[str, Any]) -> Any:

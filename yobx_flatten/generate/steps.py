@@ -251,8 +251,17 @@ class Steps:
         """Empty the KV cache if the text just exceeded the length at which the model recomputes it with new angles."""
         switch = self.settings.switch
         total = sequence.mask.shape[1]
-        if switch is None or not any(map(switch.passed_at, range(total - sequence.new.shape[1] + 1, total + 1))):
+        is_past = switch is not None and total - sequence.new.shape[1] <= switch.length < total
+        if switch is None or not is_past or switch.rereads is False:
             return
+        if switch.rereads is None:
+            raise GenerationError(
+                f"This text grew past {switch.length} tokens, where the model's rotary angles change (longrope, "
+                "dynamic). Some models, such as Phi-3, recompute the KV cache when these angles change. Without "
+                "yobx_flatten.json, the folder does not record whether to recompute it; the next tokens may be wrong. "
+                "Export with\n    export_folder(model, folder)\nor begin with a prompt of over "
+                f"{switch.length} tokens, or ask for fewer new tokens."
+            )
         if self.parts.embed is not None or self.parts.prefill is not None:
             raise GenerationError(
                 f"This text grew past {switch.length} tokens, where the model computes the KV cache again from the "

@@ -130,7 +130,22 @@ def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Pat
     import onnx_ir as ir
 
     models = ir.load(first), ir.load(later)
-    weights, renamed = _shared_weights([model.graph for model in models])
+    values: dict[str, ir.Value] = {}  # the weights of both graphs; equal weights are shared
+    known: dict[tuple[object, ...], str] = {}  # names by type, shape and digest
+    renamed: list[dict[str, str]] = []  # for each graph, the new names of its weights by old names
+    for graph in (model.graph for model in models):
+        renamed.append({})
+        for name, value in [*graph.initializers.items()]:
+            const = value.const_value
+            assert const is not None
+            key = (const.dtype, tuple(const.shape), hashlib.blake2b(const.tobytes()).digest())
+            if key not in known:
+                known[key] = name if name not in values else f"{name}.{len(values)}"
+                values[known[key]] = ir.Value(name=known[key], shape=value.shape, type=value.type, const_value=const)
+            renamed[-1][name] = known[key]
+            value.replace_all_uses_with(values[known[key]], replace_graph_outputs=True)
+            graph.initializers.pop(name)
+    weights = [*values.values()]
     merged = _merged(*models, weights)
     has_data = any(isinstance(value.const_value, ir.ExternalTensor) for value in weights)
     ir.save(merged, target, external_data=f"{target.name}_data" if has_data else None)
@@ -146,28 +161,6 @@ def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Pat
             path.with_name(f"{path.name}_data").unlink(missing_ok=True)  # a small file has no data file
     _check(first, later, target)
     return has_data
-
-
-def _shared_weights(graphs: Sequence[ir.Graph]) -> tuple[list[ir.Value], list[dict[str, str]]]:
-    """Make graphs share equal weights; return the weights, and for each graph their new names by old names."""
-    import onnx_ir as ir
-
-    values: dict[str, ir.Value] = {}
-    known: dict[tuple[object, ...], str] = {}  # names by type, shape and digest
-    renamed: list[dict[str, str]] = []
-    for graph in graphs:
-        renamed.append({})
-        for name, value in [*graph.initializers.items()]:
-            tensor = value.const_value
-            assert tensor is not None
-            key = (tensor.dtype, tuple(tensor.shape), hashlib.blake2b(tensor.tobytes()).digest())
-            if key not in known:
-                known[key] = name if name not in values else f"{name}.{len(values)}"
-                values[known[key]] = ir.Value(name=known[key], shape=value.shape, type=value.type, const_value=tensor)
-            renamed[-1][name] = known[key]
-            value.replace_all_uses_with(values[known[key]], replace_graph_outputs=True)
-            graph.initializers.pop(name)
-    return [*values.values()], renamed
 
 
 def _merged(first_model: ir.Model, later_model: ir.Model, weights: Sequence[ir.Value]) -> ir.Model:

@@ -23,7 +23,7 @@ from ..huggingface.decoders import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import Adapter
 from .client_layout import check_layout
-from .export_piece import Adapters, FolderOptions
+from .export_piece import FolderOptions
 from .pieces import vision_language as vision
 from .pieces.genai import FRAMES
 from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
@@ -43,8 +43,6 @@ _MOST_PROMPTS = 2**24  # bytes of a file of prompts
 
 @dataclasses.dataclass(frozen=True)
 class FolderPlan:
-    """The files to export for a model, and the checks of the files."""
-
     options: FolderOptions
     opened: OpenedModel
     source: pathlib.Path | None  # folder from which tokenizer and processor are copied; `None` if unknown
@@ -99,8 +97,7 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
         )
     if own_task in GENERATES and getattr(model, "generation_config", None) is not None:
         settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for unsupported settings
-    quantization = _quantization(options, own_task, facts, has_integers=opened.has_integers)
-    prompts = _checked_prompts(quantization, options)
+    quantization, prompts = _quantization(options, own_task, facts, has_integers=opened.has_integers)
     timed = ExportReport(facts.name)
     with timed.timed("inputs"):
         while True:
@@ -126,20 +123,18 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
         rereads = None if switch is None else rereads_at_switch(model, switch)
         plan = dataclasses.replace(plan, switch=switch, rereads=rereads)
     check_layout(options.layout, options.name, task, plan.bits, dtype)
-    return plan if adapters is None else _with_adapters(plan, adapters)
-
-
-def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
-    options, in_place = plan.options, plan.options.layout in ("flat", "genai")
-    if options.runtime != "onnxruntime" or not in_place or plan.task in SPEAKS:
-        found = plan.task if in_place else f"layout={options.layout!r}"
+    if adapters is None:
+        return plan
+    in_place = options.layout in ("flat", "genai")
+    if options.runtime != "onnxruntime" or not in_place or task in SPEAKS:
+        found = task if in_place else f"layout={options.layout!r}"
         found = found if options.runtime == "onnxruntime" else options.runtime
         raise InvalidArgumentError(
             "adapters= needs ONNX files for onnxruntime, and a model that generates text or runs in one call; found "
             f"{found}. Merge the adapter instead: export_folder(ADAPTER, folder), where PEFT wrote the folder ADAPTER."
         )
-    adapters = read_adapters(plan.model, folders)
-    return dataclasses.replace(plan, adapters=adapters, rooms=rooms_of(plan.model, adapters))
+    read = read_adapters(model, adapters)
+    return dataclasses.replace(plan, adapters=read, rooms=rooms_of(model, read))
 
 
 def _cut(
@@ -188,7 +183,8 @@ def check_genai(model: TransformersModel, task: str) -> None:
 
 def _quantization(
     options: FolderOptions, own_task: str, facts: ModelFacts, *, has_integers: bool
-) -> Quantization | None:
+) -> tuple[Quantization | None, tuple[str, ...]]:
+    # returns: also the prompts in the file `calibration=`
     # without "keep", weights that are stored as integers would become floats
     asked = options.quantize
     if asked is None and has_integers and options.runtime == "onnxruntime":
@@ -198,10 +194,7 @@ def _quantization(
             f"quantize= is not for {facts.name}: errors would add up from frame to frame, and their effect on the "
             'sound is not measured. Leave quantize= out, or take dtype="float16".'
         )
-    return choose_quantization(asked, facts, "export_folder", options.runtime)
-
-
-def _checked_prompts(quantization: Quantization | None, options: FolderOptions) -> tuple[str, ...]:
+    quantization = choose_quantization(asked, facts, "export_folder", options.runtime)
     prompts: tuple[str, ...] = ()
     if options.calibration is not None:
         path = pathlib.Path(options.calibration)
@@ -219,7 +212,7 @@ def _checked_prompts(quantization: Quantization | None, options: FolderOptions) 
         raise InvalidArgumentError(
             'tokens= needs the scores of all positions, but logits="last" returns only the last. Leave one out.'
         )
-    return prompts
+    return quantization, prompts
 
 
 def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
@@ -254,7 +247,21 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
         return plan
     if quantization.weights == "keep" or options.runtime != "onnxruntime" or plan.proof == "none":
         return plan
-    found = _calibration(plan, quantization.tokens, prompts)
+    # text by which a decoder's weights are rounded: chats and source code of Python
+    tokens, rows = quantization.tokens, options.batch or 1
+    more = python_text(model, plan.source, len(tokens) + _ROUNDING)
+    texts = [tokens.flatten()] if prompts else []
+    texts += [] if more is None else [more[0 if prompts else len(tokens) :].flatten()]
+    chats = chat_prompts(model, plan.source, _CHATS, prompts)
+    if chats is not None:
+        # weights that were integers are not rounded again, and a large model would take minutes to answer
+        draws = plan.is_whole and not plan.opened.is_streamed and not holds_integers(model)
+        pairs = zip(chats["input_ids"], chats["attention_mask"], strict=True)
+        with plan.timed.timed("inputs"):
+            texts = (answered(model, chats) if draws else [row[mask == 1] for row, mask in pairs]) + texts
+    whole, length = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int64), tokens.shape[1]
+    count = len(whole) // length // rows * rows  # a multiple of the rows of a call
+    found = whole[: count * length].reshape(count, length) if count else None
     return dataclasses.replace(plan, quantization=dataclasses.replace(quantization, calibration=found))
 
 
@@ -275,21 +282,3 @@ def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
     if sentences is not None and isinstance(piece.module, SentenceModel):
         piece = dataclasses.replace(piece, cases=[*piece.cases, sentences])
     return dataclasses.replace(plan, quantization=quantization, pieces=[piece])
-
-
-def _calibration(plan: FolderPlan, tokens: torch.Tensor, prompts: tuple[str, ...]) -> torch.Tensor | None:
-    """Return calibration text for a decoder's quantized weights: chats and source code of Python."""
-    model, rows = plan.model, plan.options.batch or 1
-    more = python_text(model, plan.source, len(tokens) + _ROUNDING)
-    texts = [tokens.flatten()] if prompts else []
-    texts += [] if more is None else [more[0 if prompts else len(tokens) :].flatten()]
-    chats = chat_prompts(model, plan.source, _CHATS, prompts)
-    if chats is not None:
-        # weights that were integers are not rounded again, and a large model would take minutes to answer
-        draws = plan.is_whole and not plan.opened.is_streamed and not holds_integers(model)
-        pairs = zip(chats["input_ids"], chats["attention_mask"], strict=True)
-        with plan.timed.timed("inputs"):
-            texts = (answered(model, chats) if draws else [row[mask == 1] for row, mask in pairs]) + texts
-    whole, length = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int64), tokens.shape[1]
-    count = len(whole) // length // rows * rows  # a multiple of the rows of a call
-    return whole[: count * length].reshape(count, length) if count else None

@@ -58,8 +58,6 @@ class _Dense:
 
 @dataclasses.dataclass(frozen=True)
 class SentenceModules:
-    """The sentence-transformers modules that follow the transformer of a folder, such as pooling."""
-
     # the modules that compute the embedding from hidden states and a mask; empty if a module is unknown
     layers: Sequence[torch.nn.Module]
     why_not: str | None = None  # for the report: why the file has no embedding
@@ -74,23 +72,24 @@ class Pooling(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         mask = mask.unsqueeze(-1).to(hidden.dtype)
-        return torch.cat([_pooled(mode, hidden, mask) for mode in self.modes], dim=-1)
-
-
-def _pooled(mode: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    match mode:
-        case "cls":
-            return hidden[:, 0]
-        case "max":
-            return hidden.masked_fill(mask == 0, torch.finfo(hidden.dtype).min).max(1).values
-        case "lasttoken":
-            places = torch.arange(hidden.shape[1], device=hidden.device)[None, :, None]
-            last = (places * mask.long()).amax(1, keepdim=True)
-            return (hidden * mask).gather(1, last.expand(-1, -1, hidden.shape[2])).squeeze(1)
-        case "weightedmean":
-            mask = mask * torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)[None, :, None]
-    count = mask.sum(1).clamp(min=_LEAST)
-    return (hidden * mask).sum(1) / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)
+        vectors = []
+        for mode in self.modes:
+            weights = mask
+            if mode == "cls":
+                vectors.append(hidden[:, 0])
+            elif mode == "max":
+                vectors.append(hidden.masked_fill(mask == 0, torch.finfo(hidden.dtype).min).max(1).values)
+            elif mode == "lasttoken":
+                places = torch.arange(hidden.shape[1], device=hidden.device)[None, :, None]
+                last = (places * mask.long()).amax(1, keepdim=True)
+                vectors.append((hidden * mask).gather(1, last.expand(-1, -1, hidden.shape[2])).squeeze(1))
+            else:
+                if mode == "weightedmean":
+                    numbers = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)
+                    weights = mask * numbers[None, :, None]
+                count = weights.sum(1).clamp(min=_LEAST)
+                vectors.append((hidden * weights).sum(1) / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count))
+        return torch.cat(vectors, dim=-1)
 
 
 class Normalize(torch.nn.Module):
@@ -130,7 +129,12 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
         made: torch.nn.Module | str = module.type.rpartition(".")[2]
         # only the first module pools: the modules after pooling read vectors
         if made == "Pooling" and number == 0:
-            made = _pooling(folder, module.path)
+            pooling = _read_own(folder, f"{module.path}/config.json", _Pooling)
+            named = [pooling.pooling_mode] if isinstance(pooling.pooling_mode, str) else pooling.pooling_mode
+            modes = named or [mode for mode in _MODES if getattr(pooling, f"pooling_mode_{_OLDER.get(mode, mode)}")]
+            unknown = [mode for mode in modes if mode not in _MODES]
+            made = f"Pooling by {', '.join(unknown) or 'nothing'}" if unknown or not modes else Pooling(modes)
+            made = made if pooling.include_prompt else "Pooling without the prompt (include_prompt=false)"
         elif made == "Dense" and number > 0:
             made = _dense(folder, module.path)
         elif made == "Normalize" and number > 0:
@@ -147,7 +151,6 @@ def pools(folder: pathlib.Path | None) -> bool:
 
 
 def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copy the folders of the sentence-transformers modules that follow the model, such as ``1_Pooling``."""
     for module in _listed(source):
         if module.path in ("", "."):
             continue
@@ -169,16 +172,6 @@ def _read_own(folder: pathlib.Path, name: str, form: type[T]) -> T:
     path = inside(folder, name, ModelSourceError)
     check_own(path, folder, ModelSourceError)
     return read_document(path, form, failure=ModelSourceError)
-
-
-def _pooling(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
-    stated = _read_own(folder, f"{path}/config.json", _Pooling)
-    named = [stated.pooling_mode] if isinstance(stated.pooling_mode, str) else list(stated.pooling_mode or [])
-    modes = named or [mode for mode in _MODES if getattr(stated, f"pooling_mode_{_OLDER.get(mode, mode)}")]
-    if not stated.include_prompt:
-        return "Pooling without the prompt (include_prompt=false)"
-    unknown = [mode for mode in modes if mode not in _MODES]
-    return f"Pooling by {', '.join(unknown) or 'nothing'}" if unknown or not modes else Pooling(modes)
 
 
 def _dense(folder: pathlib.Path, path: str) -> torch.nn.Module | str:

@@ -15,8 +15,7 @@ import torch
 from torch.export import Dim
 
 from ...core.effects import undisturbed
-from ...generate.generator import Generator
-from ...generate.spectrogram import drawn_masks, speak
+from ...generate.spectrogram import drawn_masks
 from ...huggingface.cache_names import cache_of, installed_name
 from ...huggingface.decoders import pair_of
 from ...recipe.aliases import PlainCache, TransformersModel
@@ -76,7 +75,15 @@ class FrameDecoder(_WithCache):
         cache: PlainCache,
         encoder_attention_mask: torch.Tensor,
     ) -> dict[str, Any]:
-        hidden = self.read(frame, speaker_embeddings, dropout_masks, cache[0]["decoder"]["key"].shape[2])
+        # the prenet, on one frame with given dropout masks; transformers runs it on all frames in every call
+        net, hidden, place = self.prenet, frame, cache[0]["decoder"]["key"].shape[2]
+        for index, layer in enumerate(net.layers):
+            hidden = torch.nn.functional.relu(layer(hidden))
+            hidden = torch.where(dropout_masks[index] == 1, hidden, 0) * 1 / (1 - self.dropout)
+        positions = net.encode_positions
+        hidden = net.final_layer(hidden) + positions.alpha * positions.pe[:, torch.arange(place, place + 1)]
+        speaker = torch.nn.functional.normalize(speaker_embeddings).unsqueeze(1)
+        hidden = torch.nn.functional.relu(net.speaker_embeds_layer(torch.cat([hidden, speaker], dim=-1)))
         found = self.decode(hidden, features_of(cache), encoder_attention_mask, filled_cache(cache))
         last = found.last_hidden_state.squeeze(1)
         frames = self.postnet.feat_out(last).view(last.shape[0], -1, self.bins)
@@ -87,21 +94,8 @@ class FrameDecoder(_WithCache):
             "present": [{"decoder": pair_of(layer)} for layer in layers],
         }
 
-    def read(self, frame: torch.Tensor, speaker: torch.Tensor, masks: torch.Tensor, place: int) -> Any:
-        """Run the prenet on one frame with given dropout masks; transformers runs it on all frames in every call."""
-        net, hidden = self.prenet, frame
-        for index, layer in enumerate(net.layers):
-            hidden = torch.nn.functional.relu(layer(hidden))
-            hidden = torch.where(masks[index] == 1, hidden, 0) * 1 / (1 - self.dropout)
-        positions = net.encode_positions
-        hidden = net.final_layer(hidden) + positions.alpha * positions.pe[:, torch.arange(place, place + 1)]
-        speaker = torch.nn.functional.normalize(speaker).unsqueeze(1)
-        return torch.nn.functional.relu(net.speaker_embeds_layer(torch.cat([hidden, speaker], dim=-1)))
-
 
 class Postnet(torch.nn.Module):
-    """Refines all frames of a spectrogram with SpeechT5's postnet."""
-
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.model = model.speech_decoder_postnet
@@ -160,7 +154,7 @@ def spoken_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
 FRAMES = 12  # number of decoder calls in the stored test of a SpeechT5 folder
 SAMPLED_FRAMES = 3  # the same with `proof="sample"`
 _LENGTH = 9  # tokens of the text
-_NEVER = math.inf  # a threshold that no frame reaches, so that the number of calls ends the loop
+NEVER = math.inf  # a threshold that no frame reaches, so that the number of calls ends the loop
 
 
 @torch.no_grad()
@@ -173,20 +167,10 @@ def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
     with undisturbed(model=model):
         length = model.speecht5.encoder(first, attention_mask=read["attention_mask"])[0].shape[1]
         ratio = (calls + 0.5) * config.reduction_factor / length
-        asked = {"threshold": _NEVER, "maxlenratio": ratio, "return_output_lengths": True}
+        asked = {"threshold": NEVER, "maxlenratio": ratio, "return_output_lengths": True}
         with undisturbed(seed=0):
             found = model.generate_speech(first, speaker, read["attention_mask"], **asked)[0]
     with undisturbed(seed=0):
         masks = torch.stack([drawn_masks(config, count, model.dtype) for count in range(1, calls + 1)])
     inputs = {**read, "speaker_embeddings": speaker, "dropout_masks": masks}
     return StoredCase(inputs, {"spectrogram": found, "maxlenratio": ratio})
-
-
-def difference_of_speech(generator: Generator, case: StoredCase) -> float:
-    given, wanted = dict(case.inputs), case.outputs["spectrogram"]
-    read = given.pop("input_ids", None)
-    read = given.pop("input_values") if read is None else read
-    masks = iter(given.pop("dropout_masks"))
-    asked = {**given, "threshold": _NEVER, "maxlenratio": case.outputs["maxlenratio"], "return_output_lengths": True}
-    found = speak(generator.parts, generator.settings, read, asked, masks)[0]
-    return float((found.float() - wanted.float()).abs().max()) if found.shape == wanted.shape else math.inf

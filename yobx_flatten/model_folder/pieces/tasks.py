@@ -73,7 +73,28 @@ def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Pie
 @torch.no_grad()
 def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
     """Return the file of a model that runs in one call; if dynamic picture sizes fail, their size is fixed."""
-    check_nothing_is_drawn(model, example)
+    # the file can be compared with the model only if outputs do not depend on torch's seed
+    with undisturbed(seed=0, model=model):
+        before = torch.get_rng_state()
+        first = _tensors(model(**example))
+        draws = not torch.equal(before, torch.get_rng_state())
+    if draws:
+        with undisturbed(seed=1, model=model):
+            second = _tensors(model(**example))
+        draws = not _equal(first, second)
+    if draws and model.training:
+        raise GenerationError(
+            f"{type(model).__qualname__} is in training mode, where dropout is random. Before the export:\n"
+            "    model.eval()"
+        )
+    if draws:
+        takes = inspect.signature(model.forward).parameters
+        noise = "; its argument noise= can be an input" if "noise" in takes else ""
+        raise GenerationError(
+            f"{type(model).__qualname__} draws random numbers in evaluation mode, so two calls differ and no file can "
+            f"be checked{noise}. Switch random draws off in its config, or pass the random tensor as an input: "
+            "export_onnx(model, kwargs=inputs, path=...)"
+        )
     pictures = {"pixel_values": {0: Dim.AUTO}}
     narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
     return Piece("model", model, example, cases, narrower=narrower, remarks=text.note_on_other_inputs(model, example))
@@ -119,31 +140,6 @@ def _inputs(model: TransformersModel, reads: str, batch: int, length: int) -> di
         found["attention_mask"] = torch.ones(batch, length, dtype=torch.int64)
         found["attention_mask"][0, length // 2 + 100 :] = 0
     return found
-
-
-@torch.no_grad()
-def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch.Tensor]) -> None:
-    """Raise GenerationError if outputs depend on torch's seed, because no file could be compared with the model."""
-    with undisturbed(seed=0, model=model):
-        before = torch.get_rng_state()
-        first = _tensors(model(**example))
-        if torch.equal(before, torch.get_rng_state()):
-            return
-    with undisturbed(seed=1, model=model):
-        second = _tensors(model(**example))
-    if _equal(first, second):
-        return
-    if model.training:
-        raise GenerationError(
-            f"{type(model).__qualname__} is in training mode, where dropout is random. Before the export:\n"
-            "    model.eval()"
-        )
-    given = "; its argument noise= can be an input" if "noise" in inspect.signature(model.forward).parameters else ""
-    raise GenerationError(
-        f"{type(model).__qualname__} draws random numbers in evaluation mode, so two calls differ and no file can be "
-        f"checked{given}. Switch random draws off in its config, or pass the random tensor as an input: "
-        "export_onnx(model, kwargs=inputs, path=...)"
-    )
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:

@@ -33,8 +33,6 @@ from ...trees.shapes import dynamic_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One file to export: its module, its example inputs and its test cases."""
-
     stem: str  # file name without suffix
     module: torch.nn.Module  # the module to export
     kwargs: Mapping[str, Any]  # the example
@@ -48,8 +46,6 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Options for splitting a model into exported files, such as a fixed batch size."""
-
     rows: int | None = None  # a fixed number of rows of every example and case; `None` for a dynamic number
     # whether sliding-window layers keep all tokens in the cache, and mask the tokens outside their window
     whole_cache: bool = False

@@ -25,7 +25,7 @@ from .text import EVERY, Piece, Split, random_tokens, random_values
 
 # function of transformers that interpolates a table of learned positions for any grid
 _INTERPOLATES = "get_vision_interpolation_indices_and_weights"
-# encoders with attention inside windows of a picture, for which `GridVisionEncoder._windows` computes the windows
+# encoders with attention inside windows of a picture, for which `GridVisionEncoder` computes the windows
 _WITH_WINDOWS = ("Qwen2_5_VisionTransformerPretrainedModel",)
 
 
@@ -62,50 +62,39 @@ class GridVisionEncoder(torch.nn.Module):
         patch = torch.arange(count, device=pixel_values.device)
         block, wide = patch // merge**2, image_grid_thw[0, 2] // merge
         row, column = block // wide * merge + patch // merge % merge, block % wide * merge + patch % merge
-        found = self.visual(
-            pixel_values,
-            grid_thw=image_grid_thw,
-            position_ids=torch.stack([row, column], dim=-1),
-            cu_seqlens=torch.arange(2, device=pixel_values.device) * count,
-            **self._windows(count, wide),
-            **self._interpolated(row, column, image_grid_thw[0]),
-        )
-        features = {"image_features": found.pooler_output}
-        between = getattr(found, "deepstack_features", None)
-        return features if between is None else features | {"deepstack_features": torch.stack(tuple(between), dim=1)}
-
-    def _interpolated(self, row: Any, column: Any, grid: Any) -> dict[str, Any]:
-        """Return the indices of the four position embeddings around each patch, and their bilinear weights."""
-        if getattr(self.visual, "interpolation_mode", None) is None:
-            return {}
-        side = self.visual.num_grid_per_side
-
-        def between(index: Any, size: Any) -> tuple[Any, Any]:
-            at = index * (side - 1) / (size - 1).clamp(min=1)
-            low = at.floor()
-            near = torch.stack([low, (low + 1).clamp(max=side - 1)], dim=-1).long()
-            return near, torch.stack([1 + low - at, at - low], dim=-1)
-
-        (rows, of_row), (columns, of_column) = between(row, grid[1]), between(column, grid[2])
-        return {
-            "interp_indices": (rows[:, :, None] * side + columns[:, None]).flatten(1),
-            "interp_weights": (of_row[:, :, None] * of_column[:, None]).flatten(1),
+        given = {
+            "position_ids": torch.stack([row, column], dim=-1),
+            "cu_seqlens": torch.arange(2, device=pixel_values.device) * count,
         }
+        if type(self.visual).__name__ in _WITH_WINDOWS:
+            # the order of image tokens by attention window, and the index of the patch after each window
+            size = self.visual.window_size // merge // self.visual.patch_size
+            token = torch.arange(count // merge**2, device=wide.device)
+            window = token // wide // size * wide + token % wide // size
+            given["window_index"] = order = torch.argsort(window * token.shape[0] + token)
+            window = window[order]
+            ends = (window[:, None] >= window).sum(-1) * merge**2
+            # a trace keeps an end per token: the number of windows depends on values
+            if not torch.compiler.is_compiling():
+                ends = ends.unique_consecutive()
+            given["cu_window_seqlens"] = torch.nn.functional.pad(ends, (1, 0))
+        if getattr(self.visual, "interpolation_mode", None) is not None:
+            # the indices of the four position embeddings around each patch, and their bilinear weights
+            side, grid = self.visual.num_grid_per_side, image_grid_thw[0]
 
-    def _windows(self, count: Any, wide: Any) -> dict[str, Any]:
-        """Return the order of image tokens by attention window, and the index of the patch after each window."""
-        if type(self.visual).__name__ not in _WITH_WINDOWS:
-            return {}
-        merge = self.visual.spatial_merge_size
-        size = self.visual.window_size // merge // self.visual.patch_size
-        token = torch.arange(count // merge**2, device=wide.device)
-        window = token // wide // size * wide + token % wide // size
-        order = torch.argsort(window * token.shape[0] + token)
-        window = window[order]
-        ends = (window[:, None] >= window).sum(-1) * merge**2
-        if not torch.compiler.is_compiling():  # a trace keeps an end per token: the number of windows depends on values
-            ends = ends.unique_consecutive()
-        return {"window_index": order, "cu_window_seqlens": torch.nn.functional.pad(ends, (1, 0))}
+            def between(index: Any, size: Any) -> tuple[Any, Any]:
+                at = index * (side - 1) / (size - 1).clamp(min=1)
+                low = at.floor()
+                near = torch.stack([low, (low + 1).clamp(max=side - 1)], dim=-1).long()
+                return near, torch.stack([1 + low - at, at - low], dim=-1)
+
+            (rows, of_row), (columns, of_column) = between(row, grid[1]), between(column, grid[2])
+            given["interp_indices"] = (rows[:, :, None] * side + columns[:, None]).flatten(1)
+            given["interp_weights"] = (of_row[:, :, None] * of_column[:, None]).flatten(1)
+        found = self.visual(pixel_values, grid_thw=image_grid_thw, **given)
+        features = {"image_features": found.pooler_output}
+        added = getattr(found, "deepstack_features", None)
+        return features if added is None else features | {"deepstack_features": torch.stack(tuple(added), dim=1)}
 
 
 def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, torch.Tensor]:
@@ -202,8 +191,6 @@ def language_model_of(model: TransformersModel) -> Any:
 
 
 class _LanguageModel(torch.nn.Module):
-    """Computes logits from embeddings with the language model of a vision-language model."""
-
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.language_model = language_model_of(model)
@@ -266,7 +253,14 @@ class BlockwiseDecoder(_LanguageModel):
         config = self.language_model.config
         kinds = getattr(config, "layer_types", None)
         new, total = inputs_embeds.shape[1], attention_mask.shape[1]
-        blocks = torch.where(attention_mask.bool(), self._blocks(token_type_ids), -1)
+        if self.is_whole_prompt:
+            block_of = -token_type_ids.clamp(max=1)
+        else:
+            inside = token_type_ids == 1
+            begins = inside & ~torch.nn.functional.pad(inside, (1, 0))[:, :-1]
+            block_of = torch.where(inside, begins.long().cumsum(1) - 1, -1)
+        # the index of each token's block, in which tokens attend to each other; -1 outside of blocks
+        blocks = torch.where(attention_mask.bool(), block_of, -1)
 
         def mask(kept: Any, window: int | None) -> Any:
             query = torch.arange(new, device=inputs_embeds.device) + (total - new)
@@ -287,14 +281,6 @@ class BlockwiseDecoder(_LanguageModel):
         found = self.read(inputs_embeds, masks, position_ids + 1 if self.is_whole_prompt else position_ids, cache)
         cap = getattr(config, "final_logit_softcapping", None) if self.is_whole_prompt else None
         return found if cap is None else {**found, "logits": torch.tanh(found["logits"] / cap) * cap}
-
-    def _blocks(self, types: Any) -> Any:
-        """Return the index of each token's block, in which tokens attend to each other; -1 outside of blocks."""
-        if self.is_whole_prompt:
-            return -types.clamp(max=1)
-        inside = types == 1
-        begins = inside & ~torch.nn.functional.pad(inside, (1, 0))[:, :-1]
-        return torch.where(inside, begins.long().cumsum(1) - 1, -1)
 
 
 class DeepstackDecoder(_LanguageModel):
@@ -380,7 +366,16 @@ class Embedding(torch.nn.Module):
 
 def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     modules, rows = VisionModules.of(model), split.rows
-    _check_splits(model, modules)
+    takes = inspect.signature(model.forward).parameters
+    types = next((name for name in takes if name.endswith("token_type_ids")), None)
+    if types is not None and modules.encoder is not GridVisionEncoder and modules.decoder is not BlockwiseDecoder:
+        raise GenerationError(
+            f"{type(model).__qualname__} needs {types} to mark image tokens, but exported vision-language files "
+            f"have no input {types}."
+        )
+    if language_model_of(model) is None:
+        name = type(model).__qualname__
+        raise GenerationError(f"{name} has no model.language_model to export separately. {_OTHER_WAYS}")
     decoder: Any = modules.decoder(model)
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 8
 
@@ -422,19 +417,6 @@ def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> li
         Piece("embed_tokens", Embedding(model), {"input_ids": random_tokens(model, (rows or 2, 4))}, lengths),
         Piece("decoder_model_merged", decoder, example, cases, shapes),
     ]
-
-
-def _check_splits(model: TransformersModel, modules: VisionModules) -> None:
-    takes = inspect.signature(model.forward).parameters
-    types = next((name for name in takes if name.endswith("token_type_ids")), None)
-    if types is not None and modules.encoder is not GridVisionEncoder and modules.decoder is not BlockwiseDecoder:
-        raise GenerationError(
-            f"{type(model).__qualname__} needs {types} to mark image tokens, but exported vision-language files "
-            f"have no input {types}."
-        )
-    if language_model_of(model) is None:
-        name = type(model).__qualname__
-        raise GenerationError(f"{name} has no model.language_model to export separately. {_OTHER_WAYS}")
 
 
 def _vision_piece(model: TransformersModel, kind: type[torch.nn.Module]) -> Piece:

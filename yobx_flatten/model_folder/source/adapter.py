@@ -170,7 +170,23 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
                 f"adapters: {folder} contains no {ADAPTER}: it is not a PEFT folder. Write one with "
                 "PeftModel.save_pretrained(folder)."
             )
-        _check_switchable(folder)
+        # the adapter must have LoRA matrices only; this is checked before PEFT changes the model
+        config = config_of(folder, str(folder))[0]
+        import peft
+
+        if config.peft_type.value != "LORA":
+            raise _unfit(folder, f"it is {config.peft_type.value}, and exported files can switch LoRA only")
+        for entry in ("use_dora", "layer_replication", "target_parameters", "alora_invocation_tokens"):
+            if getattr(config, entry, None):
+                raise _unfit(folder, f"it has {entry}")
+        start = config.init_lora_weights
+        if isinstance(start, str) and start != "gaussian":
+            raise _unfit(folder, f"it was initialized with {start!r}, which changes the base weights")
+        with damage_as(ModelSourceError, str(folder)):
+            keys = list(peft.load_peft_weights(str(folder), device="cpu"))
+        other = next((key for key in keys if not key.endswith((f".{FIRST}.weight", f".{SECOND}.weight"))), None)
+        if other is not None:
+            raise _unfit(folder, f"it also contains {other}, which is not a LoRA matrix")
         active = functools.partial(_adapted, model, folder)
         with active() as matrices:
             found.append(Adapter(name, matrices, active))
@@ -193,26 +209,6 @@ def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tup
             if which == FIRST:
                 found[layer] = matrix.shape[0], adapter.matrices[f"{layer}.{SECOND}"].shape[1]
     return found
-
-
-def _check_switchable(folder: pathlib.Path) -> None:
-    """Raise InvalidArgumentError if an adapter is more than LoRA matrices, before PEFT changes the model."""
-    config = config_of(folder, str(folder))[0]
-    import peft
-
-    if config.peft_type.value != "LORA":
-        raise _unfit(folder, f"it is {config.peft_type.value}, and exported files can switch LoRA only")
-    for name in ("use_dora", "layer_replication", "target_parameters", "alora_invocation_tokens"):
-        if getattr(config, name, None):
-            raise _unfit(folder, f"it has {name}")
-    start = config.init_lora_weights
-    if isinstance(start, str) and start != "gaussian":
-        raise _unfit(folder, f"it was initialized with {start!r}, which changes the base weights")
-    with damage_as(ModelSourceError, str(folder)):
-        stored = peft.load_peft_weights(str(folder), device="cpu")
-    other = next((name for name in stored if not name.endswith((f".{FIRST}.weight", f".{SECOND}.weight"))), None)
-    if other is not None:
-        raise _unfit(folder, f"it also contains {other}, which is not a LoRA matrix")
 
 
 def _unfit(folder: pathlib.Path, reason: str) -> InvalidArgumentError:

@@ -97,7 +97,17 @@ class FoundModel:
     def load_with_remarks(self, *, dtype: str = "float32") -> tuple[Any, tuple[str, ...]]:
         """Load the model; also return notes, such as which weights are random because the folder lacks them."""
         if self.trained_as:
-            return self._load_base(dtype)
+            plain = dataclasses.replace(self, trained_as=())
+            try:
+                return plain.load_with_remarks(dtype=dtype)
+            except ModelSourceError:  # a class with a head may lack a layer of the base model, such as a pooler
+                config = copy.deepcopy(self.config)
+                config.architectures = list(self.trained_as)
+                whole = dataclasses.replace(plain, config=config, unmatched_weights="refuse")
+                model, remarks = whole.load_with_remarks(dtype=dtype)
+                base = model.base_model
+                base.config.architectures = [type(base).__name__]
+                return base, remarks
         packing = self.packing()
         if packing is not None and self.folder is not None:
             return self._load_packed(packing, dtype)
@@ -164,20 +174,6 @@ class FoundModel:
         if (self.folder / "generation_config.json").is_file():
             model.generation_config = type(model.generation_config).from_pretrained(self.folder, local_files_only=True)
         return model.eval(), differences.remarks()
-
-    def _load_base(self, dtype: str) -> tuple[Any, tuple[str, ...]]:
-        """Load the model without its head; if weights are missing, load it with the head, and remove the head."""
-        plain = dataclasses.replace(self, trained_as=())
-        try:
-            return plain.load_with_remarks(dtype=dtype)
-        except ModelSourceError:  # a class with a head may lack a layer of the base model, such as a pooler
-            config = copy.deepcopy(self.config)
-            config.architectures = list(self.trained_as)
-            whole = dataclasses.replace(plain, config=config, unmatched_weights="refuse")
-            model, remarks = whole.load_with_remarks(dtype=dtype)
-            base = model.base_model
-            base.config.architectures = [type(base).__name__]
-            return base, remarks
 
     def stored_bytes(self) -> int:
         if self.gguf is not None:

@@ -51,7 +51,17 @@ def gguf_config(path: pathlib.Path) -> Any:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ModelSourceError(f"{path} is not a GGUF file: it does not begin with GGUF.")
     with _alone(path) as given:
-        _check_counts(path)
+        with open_regular(path, failure=ModelSourceError) as file:
+            size = path.stat().st_size
+            version, tensors, entries = struct.unpack("<4xIQQ", file.read(24))
+            is_known = 2 <= version <= 3  # other versions are big-endian files, which the gguf library reads or refuses
+            if is_known and max(tensors, entries) > size:
+                raise ValueError(f"the file states {tensors:,} tensors and {entries:,} entries, but has {size:,} bytes")
+            for _ in range(entries if is_known else 0):
+                key, value = _text(file, size).decode(), _value(file, size)
+                # transformers would allocate all layers
+                if isinstance(value, int) and _COUNTS.search(key) and value > max(tensors, _MOST_EXPERTS):
+                    raise ValueError(f"the file states {key} = {value:,}, but holds only {tensors:,} tensors")
         config = transformers.AutoConfig.from_pretrained(**given)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the loaded weights are not quantized
@@ -87,21 +97,6 @@ def _tokenizer(path: pathlib.Path, changed: int) -> Any:
 
     with _alone(path) as given:
         return transformers.AutoTokenizer.from_pretrained(**given)
-
-
-def _check_counts(path: pathlib.Path) -> None:
-    """Raise ValueError if a file states more layers than it has tensors, before transformers allocates all layers."""
-    with open_regular(path, failure=ModelSourceError) as file:
-        size = path.stat().st_size
-        version, tensors, entries = struct.unpack("<4xIQQ", file.read(24))
-        if not 2 <= version <= 3:  # a big-endian file, which the gguf library reads or refuses
-            return
-        if max(tensors, entries) > size:
-            raise ValueError(f"the file states {tensors:,} tensors and {entries:,} entries, but has {size:,} bytes")
-        for _ in range(entries):
-            key, value = _text(file, size).decode(), _value(file, size)
-            if isinstance(value, int) and _COUNTS.search(key) and value > max(tensors, _MOST_EXPERTS):
-                raise ValueError(f"the file states {key} = {value:,}, but holds only {tensors:,} tensors")
 
 
 def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:

@@ -32,8 +32,6 @@ _PART = 4  # "auto" streams weights larger than the free memory divided by this 
 
 @dataclasses.dataclass(frozen=True)
 class OpenedModel:
-    """A model to export, with the model's folder and notes for the export report."""
-
     model: Any  # a Hugging Face model, in evaluation mode
     folder: pathlib.Path | None = None  # the folder or the GGUF file of the model
     is_streamed: bool = False  # whether the weights of a layer are read when the layer is called
@@ -173,7 +171,23 @@ def unread_model(
         raise NotStreamableError("the model's class is not part of transformers")
     if getattr(found.config, "quantization_config", None) is not None:
         raise NotStreamableError("the model's weights are quantised")
-    model = _empty_model(copy.deepcopy(found.config), found.folder, dtype)
+    # only parameters are on the meta device: buffers hold values that the class computes
+    config, register, here = copy.deepcopy(found.config), torch.nn.Module.register_parameter, threading.get_ident()
+
+    def on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if type(param) is torch.nn.Parameter and not param.is_meta and threading.get_ident() == here:
+            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    with AttributePatch(torch.nn.Module, "register_parameter", on_meta), torch.random.fork_rng(devices=[]):
+        model = class_for(config)._from_config(config, dtype=dtype)
+    model.config.name_or_path = model.name_or_path = str(found.folder)
+    model.config.dtype = dtype  # transformers 4 keeps the dtype of config.json
+    if model.can_generate() and (found.folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(found.folder, local_files_only=True)
+    model.eval()
     kept = [*(getattr(model, "_keep_in_fp32_modules", None) or ())] if dtype is torch.float16 else []
     if dtype is not torch.float32:
         kept += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
@@ -222,26 +236,6 @@ def _differences(
     known += getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unused = [name for name in left if not any(re.search(pattern, name) for pattern in known)]
     return KeyDifferences(tuple(missing), tuple(unused), tuple(reshaped))
-
-
-def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:
-    """Make a model whose parameters are on the meta device, but not its buffers."""
-    register, here = torch.nn.Module.register_parameter, threading.get_ident()
-
-    def on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if type(param) is torch.nn.Parameter and not param.is_meta and threading.get_ident() == here:
-            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    with AttributePatch(torch.nn.Module, "register_parameter", on_meta), torch.random.fork_rng(devices=[]):
-        model = class_for(config)._from_config(config, dtype=dtype)
-    model.config.name_or_path = model.name_or_path = str(folder)
-    model.config.dtype = dtype  # transformers 4 keeps the dtype of config.json
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model.eval()
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, str]:

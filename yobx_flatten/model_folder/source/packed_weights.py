@@ -23,8 +23,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Packing(NamedTuple):
-    """How a checkpoint stores quantized weights, with a function that dequantizes one weight."""
-
     bits: int  # bits of an integer
     names: tuple[str, ...]  # name endings of the tensors of one weight; every weight has the first tensor
     unpack: Callable[[Tensors, int], torch.Tensor]  # computes a weight from these tensors and the bits
@@ -178,8 +176,6 @@ _NAMED = 5  # largest number of weights that a message names
 
 @dataclasses.dataclass(frozen=True)
 class KeyDifferences:
-    """The differences between the weights in a folder and the weights that a class has."""
-
     missing: tuple[str, ...] = ()  # names of weights that the folder lacks
     unused: tuple[str, ...] = ()  # names of weights that the class does not have
     # names of weights that have another shape in the folder, with that shape and the class's

@@ -142,7 +142,7 @@ ScoreProcessor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Function of the tokens so far, of shape (batch, length), and of logits (batch, vocabulary); it returns new logits."""
 
 # entries that change scores, each with a value that has no effect; `None`, `[]` and `False` never have an effect
-_OF_SCORES: Mapping[str, float | None] = {
+OF_SCORES: Mapping[str, float | None] = {
     **dict.fromkeys(("guidance_scale", "repetition_penalty", "encoder_repetition_penalty"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
     **dict.fromkeys(("sequence_bias", "bad_words_ids", "remove_invalid_values", "exponential_decay_length_penalty")),
@@ -165,13 +165,9 @@ _OF_LOOPS: Mapping[str, float | None] = {
 _OF_DRAWS: Mapping[str, float | None] = {"top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 
 
-def changes_scores(generation: Mapping[str, Any]) -> bool:
-    return bool(_stated(generation, _OF_SCORES))
-
-
 def other_loops(generation: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of generation options that only transformers' ``generate`` supports, as ``penalty_alpha``."""
-    return _stated(generation, {**_OF_LOOPS, **(_OF_DRAWS if generation.get("do_sample") else {})})
+    return entries_with_effect(generation, {**_OF_LOOPS, **(_OF_DRAWS if generation.get("do_sample") else {})})
 
 
 def plain_loop_entries(generation: Mapping[str, Any]) -> dict[str, float | None]:
@@ -180,7 +176,7 @@ def plain_loop_entries(generation: Mapping[str, Any]) -> dict[str, float | None]
     return {name: plain[name] or None for name in other_loops(generation)}  # 0 drafted tokens would still be drafts
 
 
-def _stated(generation: Mapping[str, Any], plain: Mapping[str, float | None]) -> tuple[str, ...]:
+def entries_with_effect(generation: Mapping[str, Any], plain: Mapping[str, float | None]) -> tuple[str, ...]:
     return tuple(name for name, value in plain.items() if generation.get(name) and generation[name] != value)
 
 

@@ -28,7 +28,7 @@ from ..files.scratch import is_folder
 from ..huggingface.decoders import switch_of
 from ..trees.arguments import did_you_mean
 from .pictures import TILED, Pictures, Tiles
-from .sampling import Sampling, ScoreProcessor, changes_scores, other_loops, sampling_of
+from .sampling import OF_SCORES, Sampling, ScoreProcessor, entries_with_effect, other_loops, sampling_of
 
 MANIFEST = "yobx_flatten.json"
 """Name of the JSON file that describes a folder that :func:`export_folder` wrote."""
@@ -329,7 +329,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         sampling=sampling_of(rules),
         num_beams=rules.get("num_beams") or 1,
         num_return_sequences=rules.get("num_return_sequences") or 1,
-        has_rules=changes_scores(rules),
+        has_rules=bool(entries_with_effect(rules, OF_SCORES)),
         other_loops=other_loops(rules),
         tiles=Tiles(config) if config.get("model_type") in TILED else None,
         documents=Documents(config, generation),

@@ -156,7 +156,6 @@ def share_of_nan(expected: object) -> float | None:
 
 
 def is_text(value: object) -> bool:
-    """Return whether a value is text or an array of text."""
     if isinstance(value, (str, torch.Tensor)):
         return isinstance(value, str)
     return getattr(getattr(value, "dtype", None), "kind", "") in ("U", "O")

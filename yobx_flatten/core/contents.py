@@ -99,19 +99,13 @@ class Layouts:
         self._arrays = tuple(cls for cls in arrays if cls is not None)
 
     def __call__(self, cls: type) -> Layout:
-        found = self._by_id.get(id(cls))
-        if found is None:
-            found = self._by_id[id(cls)] = self._work_out(cls)
-        return found
-
-    def _work_out(self, cls: type) -> Layout:
+        if (found := self._by_id.get(id(cls))) is not None:
+            return found
         bases = _mro(cls)
-        if any(base is torch.Tensor or any(base is array for array in self._arrays) for base in bases):
-            return Layout(True, True, None, (), None)
-        if any(base is closed for base in bases for closed in _CLOSED):
-            return Layout(False, True, None, (), None)
+        is_tensor = any(base is torch.Tensor or any(base is array for array in self._arrays) for base in bases)
+        is_closed = is_tensor or any(base is closed for base in bases for closed in _CLOSED)
         attributes, slots, items = None, [], None
-        for base in bases:
+        for base in () if is_closed else bases:
             for name, value in _namespace(base).items():
                 kind = type(value)
                 if name == "__dict__":
@@ -121,7 +115,8 @@ class Layouts:
                     slots.append((name, value.__get__))
             if items is None:
                 items = next((_ITEMS[built_in] for built_in in _ITEMS if base is built_in), None)
-        return Layout(False, False, attributes, tuple(slots), items)
+        found = self._by_id[id(cls)] = Layout(is_tensor, is_closed, attributes, tuple(slots), items)
+        return found
 
 
 def size_in_bytes(tensor: Any) -> int:
@@ -213,7 +208,6 @@ def _numpy_state(generator: Any) -> object:
 
 
 def restoring(obj: Any, mark: Any, grad: torch.Tensor | None, copied: dict[object, Any]) -> Callable[[], object]:
-    """Copy the values of an object, and return a function that restores them."""
     if isinstance(obj, torch.Tensor):
         return _restoring_tensor(obj, mark, grad, copied)
     if isinstance(obj, random.Random):

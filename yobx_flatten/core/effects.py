@@ -143,7 +143,6 @@ def undisturbed(
 
 
 def shared_generators() -> dict[str, Any]:
-    """Return the global random generators of Python and NumPy, by module name: ``random`` and ``numpy.random``."""
     numpy = sys.modules.get("numpy.random")
     shared: dict[str, Any] = {"random": random.getstate} | ({} if numpy is None else {"numpy.random": numpy.get_state})
     return {name: read.__self__ for name, read in shared.items()}
@@ -177,7 +176,13 @@ class _Walk:
         if (way := _BUILT_IN.get(kind)) is not None:
             self._hold(path, obj, way)
         elif kind is types.FunctionType:
-            self._visit_function(path, obj)
+            for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
+                self._waiting.append((f"{path}.{name}", cell))
+            self._waiting += [(path, one) for one in (obj.__defaults__, obj.__kwdefaults__) if one]
+            self._hold(path, obj.__dict__, _ATTRIBUTES)
+            if _is_own_code(obj.__module__):
+                names = [name for name in _global_names(obj.__code__) if name in obj.__globals__]
+                self._hold("", obj.__globals__, _Globals(tuple(names)))
         elif kind is types.MethodType:
             self._waiting += [(path, obj.__func__), (path, obj.__self__)]
         elif issubclass(kind, type):
@@ -227,16 +232,6 @@ class _Walk:
         if _is_own_code(kind.__module__):
             self._waiting.append((kind.__qualname__, kind))
 
-    def _visit_function(self, path: str, function: types.FunctionType) -> None:
-        code = function.__code__
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._waiting.append((f"{path}.{name}", cell))
-        self._waiting += [(path, one) for one in (function.__defaults__, function.__kwdefaults__) if one]
-        self._hold(path, function.__dict__, _ATTRIBUTES)
-        if _is_own_code(function.__module__):
-            names = [name for name in _global_names(code) if name in function.__globals__]
-            self._hold("", function.__globals__, _Globals(tuple(names)))
-
     def _hold(self, path: str, owner: Any, way: _Way) -> None:
         before = way.read(owner)
         self.holders.append(_Holder(path, owner, way, before))
@@ -266,7 +261,6 @@ _VALUES = (dict, list, set, tuple, collections.deque, torch.Tensor)
 
 
 def _is_own_code(module: object) -> bool:
-    """Return whether a Python module is ``__main__`` or is outside of the installed libraries."""
     return isinstance(module, str) and (module == "__main__" or _is_outside_of_libraries(module))
 
 
@@ -285,7 +279,6 @@ def _is_outside_of_libraries(module: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the global names that a function and its inner functions may read."""
     inner = [_global_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
     return tuple(dict.fromkeys([*code.co_names, *itertools.chain.from_iterable(inner)]))
 
@@ -418,7 +411,9 @@ class _ClassAttributes(_Attributes):
     """Reads and restores the attributes of a class, except methods and descriptors."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
-        return {name: value for name, value in vars(owner).items() if not name.startswith("__") and _is_data(value)}
+        code = (types.FunctionType, type, staticmethod, classmethod)
+        found = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+        return {k: v for k, v in found.items() if not (issubclass(type(v), code) or hasattr(type(v), "__get__"))}
 
     def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
         now = self.read(owner)
@@ -440,11 +435,6 @@ _BUILT_IN: dict[type, _Way] = {
     set: _Set(),
     types.CellType: _Cell(),
 }
-
-
-def _is_data(value: object) -> bool:
-    kind = type(value)
-    return not (issubclass(kind, (types.FunctionType, type, staticmethod, classmethod)) or hasattr(kind, "__get__"))
 
 
 class _Holder(NamedTuple):
@@ -476,7 +466,11 @@ class _Holder(NamedTuple):
             elif key not in before:
                 found.note(path, "set", None, other)
             elif not _is_same(one, other):
-                effect = "set" if one is None else "grown" if _is_longer(one, other) else "replaced"
+                effect = "set" if one is None else "replaced"
+                if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.dim() == other.dim():
+                    # a cache grows along one axis
+                    differ = [(a, b) for a, b in zip(one.shape, other.shape, strict=True) if a != b]
+                    effect = "grown" if len(differ) == 1 and differ[0][1] > differ[0][0] else effect
                 found.note(path, effect, one, other)
 
     def restore(self) -> None:
@@ -502,14 +496,6 @@ def _is_same(one: object, other: object) -> bool:
     if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
         return one.__self__ is other.__self__ and one.__func__ is other.__func__
     return False
-
-
-def _is_longer(one: object, other: object) -> bool:
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)) or one.dim() != other.dim():
-        return False
-    # a cache grows along one axis
-    differ = [(a, b) for a, b in zip(one.shape, other.shape, strict=True) if a != b]
-    return len(differ) == 1 and differ[0][1] > differ[0][0]
 
 
 class _Content:

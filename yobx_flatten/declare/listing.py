@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator
 
 from ..errors import describe_class
 from ..errors.dependencies import is_installed
@@ -58,9 +57,23 @@ def flattening_list() -> list[FlatteningRow]:
     """
     if not is_installed("transformers"):
         return []
+    import transformers.cache_utils as cache_utils
+
+    from ..huggingface.caches.layers import LETTERS, OTHER_LETTERS
+    from ..huggingface.outputs import ModelClasses
     from ..huggingface.recipes import transformers_recipes
 
-    layers = [*_layers()]
+    layers, letters = [], {**LETTERS, **OTHER_LETTERS}
+    for cls in vars(cache_utils).values():
+        if isinstance(cls, type) and cls.__module__ == cache_utils.__name__ and cls.__name__ in letters:
+            letter = letters[cls.__name__]
+            words = letter, *_LAYERS[letter], "-", "", _since(cls)
+            layers.append(FlatteningRow("layer", describe_class(cls), *words))
+    mixins = ("CacheLayerMixin", "LinearAttentionCacheLayerMixin")
+    bases = tuple(getattr(cache_utils, name) for name in mixins if hasattr(cache_utils, name))
+    for cls in ModelClasses(lambda cls: issubclass(cls, bases))():
+        words = cls.__name__.replace("_", ""), *_BY_ATTRIBUTES, "-", "", ""
+        layers.append(FlatteningRow("layer", describe_class(cls), *words))
     # classes are found in imported modules only; these modules contain the documented classes
     for name in ("modeling_outputs", "tokenization_utils_base", "feature_extraction_utils"):
         importlib.import_module(f"transformers.{name}")
@@ -103,26 +116,6 @@ _LAYERS: dict[str, tuple[str, str, str]] = {
     "Z": ("none", "none", "none"),
 }
 _BY_ATTRIBUTES = ("its tensors, by attribute", "integers that count, by attribute; length", "every other attribute")
-
-
-def _layers() -> Iterator[FlatteningRow]:
-    import transformers.cache_utils as cache_utils
-
-    from ..huggingface.caches.layers import LETTERS, OTHER_LETTERS
-    from ..huggingface.outputs import ModelClasses
-
-    letters = {**LETTERS, **OTHER_LETTERS}
-    for cls in vars(cache_utils).values():
-        if isinstance(cls, type) and cls.__module__ == cache_utils.__name__ and cls.__name__ in letters:
-            letter = letters[cls.__name__]
-            yield FlatteningRow("layer", describe_class(cls), letter, *_LAYERS[letter], "-", "", _since(cls))
-    bases = tuple(
-        getattr(cache_utils, name)
-        for name in ("CacheLayerMixin", "LinearAttentionCacheLayerMixin")
-        if hasattr(cache_utils, name)
-    )
-    for cls in ModelClasses(lambda cls: issubclass(cls, bases))():
-        yield FlatteningRow("layer", describe_class(cls), cls.__name__.replace("_", ""), *_BY_ATTRIBUTES, "-", "", "")
 
 
 _CACHES: dict[str, tuple[str, str, str]] = {

@@ -17,7 +17,6 @@ _U = TypeVar("_U")
 
 
 def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T | _U:
-    """Return the result of ``run()``, or, if it raises an error, the result of ``otherwise(error)``."""
     # otherwise: returns the result for an error; each caller explains why the error may be dropped
     try:
         return run()
@@ -56,7 +55,6 @@ def noted_on_failure(note_for: Callable[[Exception], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
-    """Call an undo function if the ``with`` block fails, also after Ctrl-C; the error propagates."""
     try:
         yield
     except BaseException:  # also Ctrl-C and the end of the process

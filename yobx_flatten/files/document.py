@@ -179,7 +179,6 @@ def _check(found: os.stat_result, path: pathlib.Path, failure: type[Exception], 
 
 @contextlib.contextmanager
 def opened_tensors(path: pathlib.Path, *, failure: type[Exception]) -> Iterator[Any]:
-    """Yield a file opened by ``safetensors.safe_open``; raise ``failure`` if the file is damaged."""
     from safetensors import SafetensorError, safe_open
 
     with open_regular(path, failure=failure) as file:

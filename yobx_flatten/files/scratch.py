@@ -296,7 +296,6 @@ def flush_tree(folder: pathlib.Path) -> None:
 
 
 def flush_folder(folder: pathlib.Path) -> None:
-    """Flush the list of file names in a folder to the disk."""
     with opened_folder(folder) as flush:
         flush()
 

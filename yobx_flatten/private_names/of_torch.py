@@ -93,7 +93,6 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
 
 
 def clipping_functions() -> list[tuple[Any, str]]:
-    """Return the module and the name of each torch function that clips gradients."""
     inner, public = torch.nn.utils.clip_grad, torch.nn.utils
     name = "_clip_grads_with_norm_"
     norm = [(inner, name)] if hasattr(inner, name) else [(one, "clip_grad_norm_") for one in (inner, public)]
@@ -118,7 +117,6 @@ def setter_of_parametrizations() -> tuple[Any, str]:
 
 
 def cached_parametrizations() -> dict[tuple[int, str], torch.Tensor]:
-    """Return the values in the cache of ``torch.nn.utils.parametrize.cached``; empty if torch has no cache."""
     found: dict[tuple[int, str], torch.Tensor] = getattr(torch.nn.utils.parametrize, "_cache", {})
     return found
 

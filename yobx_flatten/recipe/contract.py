@@ -274,7 +274,6 @@ class HeldStatic:
 
 
 def hashable(static: Static) -> Static:
-    """Return static data unchanged if it is hashable, else wrapped in a hashable object."""
     try:
         hash(static)
     except TypeError:

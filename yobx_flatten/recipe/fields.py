@@ -315,7 +315,6 @@ _READERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], FlattenFunctions]],
 
 
 def torch_key(key: object) -> KeyEntry:
-    """Convert a pytree key of JAX, or of a library with similar keys, to a pytree key of torch."""
     # key: `GetAttrKey`, `DictKey`, `SequenceKey` or `FlattenedIndexKey` of `jax.tree_util`, a key of torch, or a bare
     # value: an integer is a position, any other value a key of a mapping
     if isinstance(key, (GetAttrKey, MappingKey, SequenceKey)):

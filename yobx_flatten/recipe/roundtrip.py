@@ -68,10 +68,14 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
         raise RoundTripError(f"{name}: f_unflatten returned a {type(rebuilt).__qualname__} instead of a {name}.")
     children_again, static_again = _flatten(recipe, rebuilt)
     if not _same(children_again, children):
+        difference = f"{len(children_again)} instead of {len(children)}"
+        if len(children_again) == len(children):
+            pairs = enumerate(zip(children_again, children, strict=True))
+            index = next((i for i, (a, b) in pairs if not _same([a], [b])), 0)
+            difference = f"child {index} is not the original {type(children[index]).__qualname__}"
         raise RoundTripError(
-            f"{name}: the rebuilt object has different children than the original "
-            f"({_difference(children_again, children)}). f_unflatten must take the children in the order in which "
-            "f_flatten returns them, and not copy them."
+            f"{name}: the rebuilt object has different children than the original ({difference}). f_unflatten must "
+            "take the children in the order in which f_flatten returns them, and not copy them."
         )
     if not _equal(static_again, static):
         raise RoundTripError(
@@ -207,14 +211,6 @@ class _OperatorLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators[f"torch.ops.{func}"] = None
         return func(*args, **(kwargs or {}))
-
-
-def _difference(found: list[Any], expected: list[Any]) -> str:
-    if len(found) != len(expected):
-        return f"{len(found)} instead of {len(expected)}"
-    pairs = enumerate(zip(found, expected, strict=True))
-    index = next((i for i, (a, b) in pairs if not _same([a], [b])), 0)
-    return f"child {index} is not the original {type(expected[index]).__qualname__}"
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:

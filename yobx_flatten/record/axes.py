@@ -50,13 +50,11 @@ class Axes:
 def read_axes(calls: Sequence[Call]) -> Axes:
     """Find and name the axes whose sizes vary between the recorded calls of a model, prefill and decode together."""
     reading = _AxisReading(calls)
-    reading.read_declared()
     reading.match_known()
     reading.find_batch()
     reading.match_known()  # the batch size found above also applies to calls without a cache
     reading.name_the_rest()
-    reading.relate()
-    reading.remark()
+    reading.describe()
     names = reading.axes.names
     reading.axes.names = {place: names[place] for place in reading.places if place in names}
     return reading.axes
@@ -81,11 +79,8 @@ class _AxisReading:
                 if fact.dtype is None or not (fact.dtype.is_floating_point or fact.dtype.is_complex):
                     self.counts.add(fact.path)
 
-    # -- what the cache, and registrations, state --------------------------------------------------------------------
-
-    def read_declared(self) -> None:
-        known = self.axes.sizes
-        for call in self.calls:
+        known = self.axes.sizes  # what the cache, and registrations, state
+        for call in calls:
             for fact in (*call.facts("outputs"), *call.facts()):
                 for axis, meaning in (fact.axes or {}).items():
                     if meaning != "length" and axis < len(fact.shape):
@@ -112,8 +107,6 @@ class _AxisReading:
                 break
         self.axes.sizes.setdefault(numbered, {}).update(sizes)
         return numbered
-
-    # -- what has the sizes of something known -------------------------------------------------------------------------
 
     def match_known(self) -> None:
         for place, sizes in self.places.items():
@@ -142,8 +135,6 @@ class _AxisReading:
 
     def varies(self, name: str) -> bool:
         return len(set(self.axes.sizes.get(name, {}).values())) > 1
-
-    # -- what is left --------------------------------------------------------------------------------------------------
 
     def find_batch(self) -> None:
         """Find the batch size of calls without a KV cache: the most common size of axis 0."""
@@ -182,9 +173,8 @@ class _AxisReading:
                 if fits and max(sizes.values()) > 1:
                     self.axes.names[place] = fits[0]
 
-    # -- in words ------------------------------------------------------------------------------------------------------
-
-    def relate(self) -> None:
+    def describe(self) -> None:
+        """Write relations between sizes, and remarks about sizes that were not seen to vary."""
         used = [name for name in self.axes.sizes if name in self.axes.names.values()]
         if "total" in used:
             self.axes.relations.append("total = past + new")
@@ -196,6 +186,17 @@ class _AxisReading:
             elif name == "n" or name.removeprefix("n").isdigit():
                 relation = self.relation_of(name, used[:number])
                 self.axes.relations += [relation] if relation else []
+        declared = {self.axes.names[place] for place in self.declared}
+        for name in dict.fromkeys(self.axes.names.values()):
+            size, *others = set(self.axes.sizes[name].values())
+            if not others and name != "new":
+                is_declared = name in declared or name in self.declared.values()
+                why = "a registered class states this" if is_declared else "axis 0 of every tensor has this size"
+                self.axes.remarks.append(f"{name}: one size ({size}) was seen. It is assumed to vary, as {why}.")
+        if "new" in used and all(call.past in (0, None) for call in self.calls):
+            self.axes.remarks.append("new and total cannot be distinguished: no call with a filled cache was recorded.")
+        if len(self.calls) == 1:
+            self.axes.remarks.append("one call was recorded: record a second one with other sizes to see what varies.")
 
     def relation_of(self, name: str, others: Sequence[str]) -> str | None:
         """Return a formula for a size that is true in all calls, such as ``n = 2 * batch``, or ``None``."""
@@ -220,20 +221,6 @@ class _AxisReading:
                 return f"{name} = {one} + {other}"
         return None
 
-    def remark(self) -> None:
-        used = dict.fromkeys(self.axes.names.values())
-        declared = {self.axes.names[place] for place in self.declared}
-        for name in used:
-            size, *others = set(self.axes.sizes[name].values())
-            if not others and name != "new":
-                is_declared = name in declared or name in self.declared.values()
-                why = "a registered class states this" if is_declared else "axis 0 of every tensor has this size"
-                self.axes.remarks.append(f"{name}: one size ({size}) was seen. It is assumed to vary, as {why}.")
-        if "new" in used and all(call.past in (0, None) for call in self.calls):
-            self.axes.remarks.append("new and total cannot be distinguished: no call with a filled cache was recorded.")
-        if len(self.calls) == 1:
-            self.axes.remarks.append("one call was recorded: record a second one with other sizes to see what varies.")
-
 
 def _equal(one: _Sizes, other: Mapping[int, int]) -> bool:
     """Return whether two axes have equal sizes in every call that has both axes; false if no call has both."""
@@ -242,7 +229,6 @@ def _equal(one: _Sizes, other: Mapping[int, int]) -> bool:
 
 
 # Choose an example among recorded calls of a phase, and the dynamic shapes for it.
-
 
 _GROWING = ("batch", "past", "total", "kept", "source")  # a call with 1 is a valid example for these sizes
 

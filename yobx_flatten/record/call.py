@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import inspect
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -117,7 +116,6 @@ class About:
 
 
 # The recorded method: its arguments by name, and a module that takes only the varying ones.
-
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -281,20 +279,7 @@ def _copy(leaf: object, device: torch.device | None) -> object:
 
 
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
 _KEY, _VERSION, _SUFFIX = "yobx_flatten.call", 1, ".safetensors"
-
-
-def prepare_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
-    require("safetensors", purpose="record_calls(..., to=...)")
-    path = pathlib.Path(folder)
-    if path.is_file():
-        raise RecordError(f"{path} is a file, but calls are written to a folder:\n    record_calls(model, to=FOLDER)")
-    path.mkdir(parents=True, exist_ok=True)
-    if call_files(path):
-        raise RecordError(f"{path} holds recorded calls already. Name another folder:\n    record_calls(model, to=...)")
-    return path
 
 
 def call_files(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -86,8 +86,6 @@ class RecordedCalls(Sequence[Call]):
         loaded.failed += [call for call in calls if call.error]
         return loaded
 
-    # -- a sequence ----------------------------------------------------------------------------------------------------
-
     def __len__(self) -> int:
         return len(self._calls)
 
@@ -113,8 +111,6 @@ class RecordedCalls(Sequence[Call]):
             return RecordedCalls(self._callee, self._calls[which], of=self._of)
         return self._calls[which]
 
-    # -- phases and axes -----------------------------------------------------------------------------------------------
-
     def phases(self) -> dict[str, RecordedCalls]:
         """Return the recorded calls by phase; one exported program serves all calls of a phase.
 
@@ -130,7 +126,14 @@ class RecordedCalls(Sequence[Call]):
                 alike.append(call)
         named: dict[str, RecordedCalls] = {}
         for calls in groups:
-            named[_name(calls[0], named)] = RecordedCalls(self._callee, calls, of=self._of or self)
+            name = calls[0].kind
+            if name in named:
+                first, mine = _arguments(named[name][0]), _arguments(calls[0])
+                added = [f"+{argument}" for argument in mine if argument not in first]
+                name = "".join([name, *added, *(f"-{argument}" for argument in first if argument not in mine)])
+                numbered = (f"{name}#{number}" for number in itertools.count(2))
+                name = next(unique for unique in itertools.chain([name], numbered) if unique not in named)
+            named[name] = RecordedCalls(self._callee, calls, of=self._of or self)
         return named
 
     def axes(self) -> Axes:
@@ -148,7 +151,13 @@ class RecordedCalls(Sequence[Call]):
         for name, part in phases.items():
             constants, first = constants_of(part), part[0]
             rows = [("argument", "dtype", "sizes", "varies")]
-            rows += _merged([row for row in _rows(part, axes) if row[0].partition(".")[0] not in constants])
+            own = [row for row in _rows(part, axes) if row[0].partition(".")[0] not in constants]
+            # tensors with equal dtypes and sizes, such as the keys of all layers of a cache, are merged into one row
+            for (parent, *alike), group in itertools.groupby(own, lambda row: (row[0].rpartition(".")[0], *row[1:])):
+                paths = [row[0] for row in group]
+                if parent and len(paths) > 1:
+                    paths = [f"{paths[0]} ... {paths[-1].removeprefix(f'{parent}.')} ({len(paths)})"]
+                rows += [(path, alike[0], alike[1], alike[2]) for path in paths]
             filled = {fact.path.partition(".")[0] for fact in first.facts()}
             empty = [one for one in first.snapshot.spec.context if one not in constants and one not in filled]
             rows += [(one, "-", "holds nothing yet", "") for one in empty]
@@ -164,8 +173,6 @@ class RecordedCalls(Sequence[Call]):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {len(calls)}" for name, calls in self.phases().items())
         return f"<{len(self)} calls of {self._callee.label}{f' ({sizes})' if sizes else ''}>"
-
-    # -- inputs of an export ------------------------------------------------------------------------------------------
 
     def constants(self, phase: str | None = None) -> dict[str, Any]:
         """Return the non-tensor arguments that are equal in all calls of a phase; :meth:`module` stores them.
@@ -256,9 +263,22 @@ class RecordedCalls(Sequence[Call]):
             runner = ProgramRunner(called) if isinstance(called, ExportedProgram) else None
 
             def run(inputs: dict[str, Any]) -> Any:
-                if runner is not None:
-                    return runner.call(*_program_arguments(called, inputs, constants))
-                return called(**{name: value for name, value in inputs.items() if name not in constants})
+                if runner is None:
+                    return called(**{name: value for name, value in inputs.items() if name not in constants})
+                positional, named = called.call_spec.in_spec.children()
+                missing = [name for name in named.context if name not in inputs]
+                if missing:
+                    raise SpecMismatchError(f"the call has no {', '.join(missing)}, which the program requires")
+                kwargs = {name: inputs[name] for name in named.context}
+                rest = {name: value for name, value in inputs.items() if name not in kwargs and name not in constants}
+                count = positional.num_children
+                args, unused = tuple(rest.values())[:count], list(rest)[count:]
+                if unused:
+                    raise SpecMismatchError(f"the program does not take {', '.join(unused)}")
+                differences = compare_specs(called, (args, kwargs), names=("exported", "recorded"))
+                if differences:
+                    raise SpecMismatchError(f"other structure: {differences[0]}")
+                return runner.call(args, kwargs)
 
             return RecordReplay(tuple(_replay(call, run) for call in calls), tolerance)
 
@@ -279,8 +299,6 @@ def _listed(phases: Mapping[str, RecordedCalls]) -> str:
 
 
 # Show recorded calls as a table: each argument, and the sizes that vary together.
-
-
 def _counted(calls: Sequence[Call]) -> str:
     return f"{len(calls)} call{'' if len(calls) == 1 else 's'}"
 
@@ -305,16 +323,6 @@ def _rows(calls: Sequence[Call], axes: Axes) -> Iterator[tuple[str, str, str, st
         yield fact.path, str(fact.dtype).removeprefix("torch."), sizes, ", ".join(names)
 
 
-def _merged(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, str, str, str]]:
-    """Merge table rows of tensors with equal dtypes and sizes, such as the keys and values of all layers of a cache."""
-    for (parent, *alike), group in itertools.groupby(rows, key=lambda row: (row[0].rpartition(".")[0], *row[1:])):
-        paths = [row[0] for row in group]
-        last = paths[-1].removeprefix(f"{parent}.")
-        if parent and len(paths) > 1:
-            paths = [f"{paths[0]} ... {last} ({len(paths)})"]
-        yield from ((path, alike[0], alike[1], alike[2]) for path in paths)
-
-
 def _span(sizes: Sequence[int]) -> str:
     """Return sorted sizes as a short text, with ``..`` between the ends of a range.
 
@@ -332,10 +340,7 @@ def _span(sizes: Sequence[int]) -> str:
 
 
 # Separate prefill from decode, and group calls of one structure: one program serves each group.
-
-
 def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
-    """Return the KV cache among arguments or outputs; ``None`` if there is none."""
     named = values.get(name_in(values) or "")
     if named is not None and not isinstance(named, torch.Tensor):
         return named
@@ -359,16 +364,6 @@ def _alike(one: Call, other: Call) -> bool:
     return True
 
 
-def _name(call: Call, taken: Mapping[str, Sequence[Call]]) -> str:
-    if call.kind not in taken:
-        return call.kind
-    first, mine = _arguments(taken[call.kind][0]), _arguments(call)
-    more, less = [f"+{name}" for name in mine if name not in first], [f"-{name}" for name in first if name not in mine]
-    name = "".join([call.kind, *more, *less])
-    numbered = (f"{name}#{number}" for number in itertools.count(2))
-    return next(unique for unique in itertools.chain([name], numbered) if unique not in taken)
-
-
 def _arguments(call: Call) -> Iterable[str]:
     """Return the names of the arguments of a recorded call that are not ``None``."""
     return dict.fromkeys(
@@ -377,8 +372,6 @@ def _arguments(call: Call) -> Iterable[str]:
 
 
 # Run a program on recorded calls, and compare its outputs with the recorded ones.
-
-
 @dataclasses.dataclass(frozen=True)
 class RecordReplay(Report):
     """A comparison of a program with recorded calls: ``print`` shows a table; the object is true if all calls pass.
@@ -427,22 +420,3 @@ def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
         return CaseResult(name, ProgramRunner.runtime, 0, {}, 0.0, f"{type(error).__name__}: {message[:300]}")
 
     return result_or(compared, stopped)  # any exception of the program is the result of this call
-
-
-def _program_arguments(
-    program: ExportedProgram, inputs: Mapping[str, Any], constants: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a program, from the inputs of a recorded call by name."""
-    positional, named = program.call_spec.in_spec.children()
-    missing = [name for name in named.context if name not in inputs]
-    if missing:
-        raise SpecMismatchError(f"the call has no {', '.join(missing)}, which the program requires")
-    kwargs = {name: inputs[name] for name in named.context}
-    rest = {name: value for name, value in inputs.items() if name not in kwargs and name not in constants}
-    args, unused = tuple(rest.values())[: positional.num_children], list(rest)[positional.num_children :]
-    if unused:
-        raise SpecMismatchError(f"the program does not take {', '.join(unused)}")
-    differences = compare_specs(program, (args, kwargs), names=("exported", "recorded"))
-    if differences:
-        raise SpecMismatchError(f"other structure: {differences[0]}")
-    return args, kwargs

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidArgumentError, describe_class
+from ..errors import InvalidArgumentError, RecordError, describe_class
+from ..errors.dependencies import require
 from ..errors.failures import first_line, result_or, undone_on_failure
 from ..huggingface.cache_names import has_read, tokens_in
 from ..recipe.aliases import PyTree
 from ..registry.patches import LOCK, AttributePatch
 from ..trees.walk import key_name, node_of
-from .call import Call, Callee, Snapshot, callee_of, libraries_in_use, prepare_folder, write_call
+from .call import Call, Callee, Snapshot, call_files, callee_of, libraries_in_use, write_call
 from .calls import RecordedCalls, cache_of
 
 
@@ -70,7 +71,19 @@ def record_calls(
     if limit is not None and (type(limit) is not int or limit < 1):
         raise InvalidArgumentError(f"record_calls: limit must be a number of 1 or more, found {describe_class(limit)}.")
     callee = callee_of(target, method)
-    folder = None if to is None else prepare_folder(to)
+    folder = None
+    if to is not None:
+        require("safetensors", purpose="record_calls(..., to=...)")
+        folder = pathlib.Path(to)
+        if folder.is_file():
+            raise RecordError(
+                f"{folder} is a file, but calls are written to a folder:\n    record_calls(model, to=FOLDER)"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        if call_files(folder):
+            raise RecordError(
+                f"{folder} holds recorded calls already. Name another folder:\n    record_calls(model, to=...)"
+            )
     calls = RecordedCalls(callee)
     recorder = _Recorder(callee, calls, limit, outputs, None if device is None else torch.device(device), folder)
     key = (id(callee.owner), callee.method)
@@ -163,7 +176,6 @@ class _Recorder:
             self.calls._add(call)
 
     def stored(self, call: Call) -> Call:
-        """Return the recorded call; with a folder, write it to a file, and return a ``Call`` that reads the file."""
         return call if self.folder is None else write_call(self.folder, call)
 
 

@@ -252,6 +252,5 @@ def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseRepor
 
 
 def _is_data(leaf: object) -> bool:
-    """Return whether a value can be an input or output of an ONNX graph: a tensor, an array, a number or text."""
     is_array = hasattr(leaf, "__array__") and hasattr(leaf, "dtype")
     return is_array or isinstance(leaf, (torch.Tensor, bool, int, float, complex, str))

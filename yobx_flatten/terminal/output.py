@@ -41,7 +41,6 @@ def printable(text: str) -> str:
 
 
 def say(text: str = "", *, end: str = "\n", is_result: bool = False) -> None:
-    """Print text with escaped control characters, and flush stdout."""
     sys.stdout.write((text if is_result and not sys.stdout.isatty() else printable(text)) + end)
     sys.stdout.flush()
 

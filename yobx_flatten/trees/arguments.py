@@ -76,7 +76,6 @@ def instance_hint(given: object) -> str:
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Return a sentence for an error message that suggests known names for misspelt names, or ``""``."""
     names = list(known)
     close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""

@@ -141,17 +141,13 @@ _Rule = Callable[[_Writer, Any], str]
 
 def _rule(obj: object) -> _Rule:
     if isinstance(obj, enum.Enum):
-        return lambda writer, obj: f"{_name(obj)}.{obj.name}"  # first: many enums are integers or strings
+        return lambda writer, obj: f"{type(obj).__name__}.{obj.name}"  # first: many enums are integers or strings
     for base in type(obj).__mro__:
         package = str(base.__module__).partition(".")[0]
         rule = _RULES.get(f"{package}:{base.__name__}") or _RULES.get(base.__name__)
         if rule is not None:
             return rule
     return _other
-
-
-def _name(obj: object) -> str:
-    return type(obj).__name__
 
 
 def _number(writer: _Writer, obj: Any) -> str:
@@ -163,7 +159,7 @@ def _number(writer: _Writer, obj: Any) -> str:
 
 
 def _opaque(writer: _Writer, obj: object) -> str:
-    return f"{_name(obj)}(...)"
+    return f"{type(obj).__name__}(...)"
 
 
 def _dim(writer: _Writer, obj: object) -> str:
@@ -212,36 +208,36 @@ def _dict(writer: _Writer, obj: dict[Any, Any]) -> str:
 
 
 def _mapping(writer: _Writer, obj: Mapping[Any, Any]) -> str:
-    return f"{_name(obj)}({writer.items(obj.items())})"
+    return f"{type(obj).__name__}({writer.items(obj.items())})"
 
 
 def _other(writer: _Writer, obj: object) -> str:
     if dataclasses.is_dataclass(obj):
         found = [(field.name, getattr(obj, field.name, None)) for field in dataclasses.fields(obj)]
-        return f"{_name(obj)}({writer.items(pair for pair in found if pair[1] is not None)})"
+        return f"{type(obj).__name__}({writer.items(pair for pair in found if pair[1] is not None)})"
     if isinstance(obj, Mapping):
         return _mapping(writer, obj)
     if type(obj) in pytree.SUPPORTED_NODES:
         children, _ = pytree.SUPPORTED_NODES[type(obj)].flatten_fn(obj)
-        return f"{_name(obj)}({writer.join(children, ', ')})"
+        return f"{type(obj).__name__}({writer.join(children, ', ')})"
     return _opaque(writer, obj)
 
 
 def _cache(writer: _Writer, obj: object) -> str:
     if hasattr(obj, "self_attention_cache"):
-        return f"{_name(obj)}({writer.named(obj, ['self_attention_cache', 'cross_attention_cache'])})"
+        return f"{type(obj).__name__}({writer.named(obj, ['self_attention_cache', 'cross_attention_cache'])})"
     if not hasattr(obj, "layers"):
         return _other(writer, obj)  # another library's class of that name
-    if writer.lists and obj.layers and {_name(layer) for layer in obj.layers} in _PLAIN_LAYERS:
+    if writer.lists and obj.layers and {type(layer).__name__ for layer in obj.layers} in _PLAIN_LAYERS:
         keys, values = ([getattr(layer, name) for layer in obj.layers] for name in _PAIR)
-        return f"{_name(obj)}(key_cache={writer.text(keys)}, value_cache={writer.text(values)})"
+        return f"{type(obj).__name__}(key_cache={writer.text(keys)}, value_cache={writer.text(values)})"
     layers = []
     for layer in obj.layers:
         parts = [writer.text(getattr(layer, name)) for name in _PAIR] if hasattr(layer, "keys") else []
         states = [name for name, value in vars(layer).items() if name not in _PAIR and _is_state(value)]
         parts += [writer.named(layer, states)] if states else []
-        layers.append(f"{_name(layer)}({', '.join(parts)})")
-    return f"{_name(obj)}({', '.join(layers)})"
+        layers.append(f"{type(layer).__name__}({', '.join(parts)})")
+    return f"{type(obj).__name__}({', '.join(layers)})"
 
 
 def _is_state(value: Any) -> bool:
@@ -337,7 +333,7 @@ _RULES: dict[str, _Rule] = {
     name: rule
     for rule, names in (
         (
-            lambda writer, obj: "None" if obj is None else _name(obj),
+            lambda writer, obj: "None" if obj is None else type(obj).__name__,
             "builtins:NoneType builtins:slice torch:SymInt torch:SymFloat torch:SymBool",
         ),
         (_number, "builtins:bool builtins:int builtins:float builtins:complex numpy:generic"),
@@ -352,7 +348,7 @@ _RULES: dict[str, _Rule] = {
         (_tensor, "torch:Tensor"),
         (_ort_value, "onnxruntime:OrtValue"),
         (_dim, "torch:Dim torch:_DimHint"),
-        (lambda writer, obj: f"{_name(obj)}({obj})", "torch:dtype torch:device torch:layout torch:memory_format"),
+        (lambda _, obj: f"{type(obj).__name__}({obj})", "torch:dtype torch:device torch:layout torch:memory_format"),
         (
             lambda writer, obj: "".join(repr(obj).split()),
             "torch:TreeSpec torch:MappingKey torch:SequenceKey torch:GetAttrKey torch:Proxy",
@@ -361,11 +357,11 @@ _RULES: dict[str, _Rule] = {
         # In new versions of transformers a configuration is a dataclass of fifty fields.
         (_opaque, "torch:Module transformers:PreTrainedConfig transformers:PretrainedConfig"),
         (
-            lambda writer, obj: f"{_name(obj)}({writer.named(obj, ['data'])})",
+            lambda writer, obj: f"{type(obj).__name__}({writer.named(obj, ['data'])})",
             "transformers:BatchEncoding transformers:BatchFeature",
         ),
         (_cache, "Cache EncoderDecoderCache"),  # any package: model code can define caches
-        (lambda writer, obj: f"{_name(obj)}({writer.named(obj, _PAIR)})", "CacheLayerMixin"),
+        (lambda writer, obj: f"{type(obj).__name__}({writer.named(obj, _PAIR)})", "CacheLayerMixin"),
     )
     for name in names.split()
 }

@@ -134,7 +134,31 @@ class _Writing:
         node = node_of(obj)
         if node is None:
             self.leaves += 1
-            return self.of_leaf(obj, spec, path)
+            place = ".".join(path)
+            if isinstance(spec, self.classes.TensorSpec):
+                if not isinstance(obj, torch.Tensor):
+                    raise DynamicShapesError(
+                        f"{place}: found a TensorSpec for {describe_class(type(obj))}, which is not a tensor."
+                    )
+                if len(spec) != obj.dim():
+                    raise DynamicShapesError(
+                        f"{place}: expected one entry for each of the {obj.dim()} axes of shape {tuple(obj.shape)}, "
+                        f"found {len(spec)} in the TensorSpec."
+                    )
+                dims = {axis: self.of_size(size, spec[axis], place, axis) for axis, size in enumerate(obj.shape)}
+                return {axis: dim for axis, dim in dims.items() if dim is not None}
+            if isinstance(spec, torch.SymInt) or (type(spec) is int and not isinstance(obj, torch.Tensor)):
+                if type(obj) is not int:
+                    hint = " Remove it: the size is fixed." if isinstance(obj, torch.Tensor) and not obj.dim() else ""
+                    raise DynamicShapesError(
+                        f"{place}: {_kind(spec)} is for an integer, found {describe_class(type(obj))}.{hint}"
+                    )
+                return self.of_size(obj, spec, place, None)
+            if isinstance(spec, (self.classes.DictSpec, self.classes.SeqSpec, self.classes.ObjectSpec)):
+                raise DynamicShapesError(
+                    f"{place}: found a {type(spec).__name__} for {describe_class(type(obj))}, which has no children."
+                )
+            return spec
         names = [key_name(key) for key in node.keys]
         found = self.entries(obj, node, names, spec, path)
         entries = [None] * len(names) if found is None else found
@@ -188,33 +212,6 @@ class _Writing:
         return DynamicShapesError(
             f"{place}: expected {fitting}, {names}, for {describe_class(type(obj))}, found {_kind(spec)}."
         )
-
-    def of_leaf(self, obj: object, spec: DynamicShapes, path: tuple[str, ...]) -> DynamicShapes:
-        place = ".".join(path)
-        if isinstance(spec, self.classes.TensorSpec):
-            if not isinstance(obj, torch.Tensor):
-                raise DynamicShapesError(
-                    f"{place}: found a TensorSpec for {describe_class(type(obj))}, which is not a tensor."
-                )
-            if len(spec) != obj.dim():
-                raise DynamicShapesError(
-                    f"{place}: expected one entry for each of the {obj.dim()} axes of shape {tuple(obj.shape)}, found "
-                    f"{len(spec)} in the TensorSpec."
-                )
-            found = {axis: self.of_size(size, spec[axis], place, axis) for axis, size in enumerate(obj.shape)}
-            return {axis: dim for axis, dim in found.items() if dim is not None}
-        if isinstance(spec, torch.SymInt) or (type(spec) is int and not isinstance(obj, torch.Tensor)):
-            if type(obj) is not int:
-                hint = " Remove it: the size is fixed." if isinstance(obj, torch.Tensor) and not obj.dim() else ""
-                raise DynamicShapesError(
-                    f"{place}: {_kind(spec)} is for an integer, found {describe_class(type(obj))}.{hint}"
-                )
-            return self.of_size(obj, spec, place, None)
-        if isinstance(spec, (self.classes.DictSpec, self.classes.SeqSpec, self.classes.ObjectSpec)):
-            raise DynamicShapesError(
-                f"{place}: found a {type(spec).__name__} for {describe_class(type(obj))}, which has no children."
-            )
-        return spec
 
     def of_size(self, size: int, spec: DynamicShapes, path: str, axis: int | None) -> DynamicShapes:
         if spec is None:

@@ -151,7 +151,6 @@ def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
 
 
 def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, Any] | None]:
-    """Return the entry of ``dynamic_shapes`` for each leaf of the inputs, in order."""
     # shapes: a specification that fits the inputs; `None` for a container fixes all its leaves
     # returns: a dict by axis for every leaf; `None` for a fixed leaf, and for a number
     node = node_of(inputs)
@@ -186,22 +185,18 @@ def _write(
     if axes is not None and obj.dim() <= max(axes, default=-1):
         return {}  # a quantized layer has a scale and an empty tensor under the names of keys and values
     meanings = _PLAIN if axes is None else axes
-    return {
-        axis: _dim(obj, axis, path, meanings.get(axis), bounds) for axis in (range(obj.dim()) if axes is None else axes)
-    }
-
-
-def _dim(tensor: torch.Tensor, axis: int, path: _Path, meaning: str | None, bounds: Mapping[str, int]) -> Any:
-    most = bounds.get(meaning or "")
-    if most is None:
-        return Dim.AUTO
-    size = tensor.shape[axis]  # not read without a bound, since a nested tensor has no shape
-    if size > most:
-        raise DynamicShapesError(
-            f"{_format((*path, f'axis {axis}'))}: size {size} of the example is above the bound {most} of {meaning!r}. "
-            f'Pass a smaller example, or a larger bound:\n    bounds={{"{meaning}": {size}}}'
-        )
-    return Dim.AUTO(max=most)
+    dims: dict[int, Any] = {}
+    for axis in range(obj.dim()) if axes is None else axes:
+        meaning = meanings.get(axis, "")
+        most = bounds.get(meaning)
+        # the size is not read without a bound, since a nested tensor has no shape
+        if most is not None and (size := obj.shape[axis]) > most:
+            raise DynamicShapesError(
+                f"{_format((*path, f'axis {axis}'))}: size {size} of the example is above the bound {most} of "
+                f'{meaning!r}. Pass a smaller example, or a larger bound:\n    bounds={{"{meaning}": {size}}}'
+            )
+        dims[axis] = Dim.AUTO if most is None else Dim.AUTO(max=most)
+    return dims
 
 
 def same_container(obj: Any, node: Node, below: list[Any]) -> DynamicShapes:
@@ -222,7 +217,6 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def builtin_kind(obj: object, node: Node | None = None) -> Any:
-    """Return the type of a built-in container, such as ``dict``; ``None`` for other objects."""
     kind = get_node_type(obj)  # torch requires the same type for `dynamic_shapes`
     kind = tuple if kind is torch.Size else kind  # torch converts it to a tuple before its check
     return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None

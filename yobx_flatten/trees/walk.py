@@ -163,7 +163,6 @@ def node_of(obj: object) -> Node | None:
 
 
 def own_children(obj: object, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]] | None:
-    """Return an object's direct children with their keys, for :func:`walk`; ``None`` if the object is a leaf."""
     node = node_of(obj)
     return None if node is None else list(zip(node.keys, node.children, strict=True))
 

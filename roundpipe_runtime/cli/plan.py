@@ -17,7 +17,7 @@ from yobx_flatten.terminal.running import CHECK_FAILED, UserError
 
 from ..device.disk import HOST_IN_MEMORY, disk_folder
 from ..estimate.hardware import Hardware, describe_hardware, device_kind, device_names, load_machine, measure_disk
-from ..estimate.report import PlanReport, Reference, with_reference
+from ..estimate.report import PlanReport, with_reference
 from ..fine_tune import Lora, ModelSource, add_lora
 from ..huggingface.adapters import is_adapted
 from ..huggingface.plan_training import PlannedTraining, SettingsChange, model_on_meta
@@ -146,19 +146,19 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
         show("measuring the layers")
         keep = parse_gigabytes(step.keep_parameters, "--keep-parameters")
         copies: int | Literal["auto"] = "auto" if step.last_stage_copies == "auto" else int(step.last_stage_copies)
-        report, compared = training.report(**size, last_stage_copies=copies, keep_parameters=keep), None
+        report = training.report(**size, last_stage_copies=copies, keep_parameters=keep)
         if step.reference:  # with LoRA, the reference is the model without adapters
             tensors = [*training.model.parameters(), *training.model.buffers()]
-            report, compared = with_reference(report, tensors, shares_weights=is_adapted(training.model))
+            report = with_reference(report, tensors, shares_weights=is_adapted(training.model))
         change = None
         if report.fits_devices is False and not report.too_large:
             show("looking for what fits")
             change = training.remedy(**size)
-    about: dict[str, Any] = {"rows": rows, "length": length, "reference": compared}
     if what.json:
-        say_json(as_dict(training, report, change, **about))
+        say_json(as_dict(training, report, change, rows=rows, length=length))
     else:
-        say(write_plan(training, report, change, **about, details=what.details, is_small=is_small))
+        how: dict[str, Any] = {"details": what.details, "is_small": is_small}
+        say(write_plan(training, report, change, rows=rows, length=length, **how))
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
 
 
@@ -192,15 +192,13 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
 
 
 def as_dict(
-    training: PlannedTraining,
-    report: PlanReport,
-    change: SettingsChange | None,
-    *,
-    rows: int,
-    length: int,
-    reference: Reference | None = None,
+    training: PlannedTraining, report: PlanReport, change: SettingsChange | None, *, rows: int, length: int
 ) -> dict[str, Any]:
     """Return the report as a dict for JSON: sizes in bytes, times in seconds, rates per second."""
+    devices = len(report.hardware.names)
+    reference = None
+    if report.reference_seconds is not None:
+        reference = {"host_bytes": report.host_memory.reference, "seconds": report.reference_seconds}
     return {
         "model": training.cut.report.model,
         "parameters": count_weights(training.model),
@@ -216,8 +214,8 @@ def as_dict(
             "last_stage_copies": report.step.plan.last_stage_copies,
         },
         "stages": [
-            {"kind": stage.kind, "layers": list(stage.layers), "device": device, "seconds": seconds}
-            for stage, device, seconds in zip(report.step.stages, report.devices, report.seconds, strict=True)
+            {"kind": one.kind, "layers": list(one.layers), "device": one.index % devices, "seconds": load.compute}
+            for one, load in zip(report.step.stages, report.simulated.loads, strict=True)
         ],
         "experts": dict(zip(("bytes", "expected_upload"), report.step.expert_bytes, strict=True)),
         "keep_parameters": report.simulated.keep_parameters,
@@ -225,8 +223,8 @@ def as_dict(
         "device_memory": [{**dataclasses.asdict(m), "total": m.total} for m in report.device_memory],
         "host_memory": {**dataclasses.asdict(report.host_memory), "total": report.host_memory.total},
         "disk": None if report.disk is None else dataclasses.asdict(report.disk),
-        "joined_loss": dataclasses.asdict(training.joined_loss(batch=rows, length=length)),
-        "reference": None if reference is None else dataclasses.asdict(reference),
+        "joined_loss": training.joined_loss(batch=rows, length=length)._asdict(),
+        "reference": reference,
         "tokens_to_hide_transfers": {"forward": report.tokens_forward, "backward": report.tokens_backward},
         "step": {
             "seconds": report.simulation.time,
@@ -252,18 +250,17 @@ def write_plan(
     *,
     rows: int,
     length: int,
-    reference: Reference | None = None,
     details: bool = False,
     is_small: bool = False,
 ) -> str:
     parts = [*_verdict(report, change), "", *_model(training, report, is_small=is_small)]
     parts += _summary(report, rows, length)
-    if reference is not None:
-        more = f"{format_bytes(reference.host_bytes)} of the host"
-        what = more if reference.host_bytes else "no memory: it is the model without adapters"
+    if report.reference_seconds is not None:
+        size = report.host_memory.reference
+        what = f"{format_bytes(size)} of the host" if size else "no memory: it is the model without adapters"
         parts += [
             f"The reference model takes {what}.",
-            f"  It adds a forward of {format_seconds(reference.seconds)} to a step, and needs no device memory.",
+            f"  It adds a forward of {format_seconds(report.reference_seconds)} to a step, and needs no device memory.",
         ]
     if not details:
         return "\n".join([*parts, "", "--details adds layers, stages, the parts of memory, and transfers."])
@@ -379,14 +376,14 @@ def _operations(flops: float) -> str:
 
 def _stages(report: PlanReport) -> list[str]:
     stages, sizes = report.step.stages, []
-    for stage, seconds in zip(stages, report.seconds, strict=True):
+    for stage, load in zip(stages, report.simulated.loads, strict=True):
         mine = [report.layers[index] for index in stage.layers]
         part = len(stage.microbatches(report.step.num_microbatch))  # a copy of a stage runs only some
         down = 0
         if stage.kind != "forward":
             sent = part * report.step.share_bytes(stage)
             down = sum(layer.grad_bytes for layer in mine) if stage.is_last_copy else sent
-        sizes.append((stage.kind, len(mine), sum(layer.param_bytes for layer in mine), down, part * seconds))
+        sizes.append((stage.kind, len(mine), sum(layer.param_bytes for layer in mine), down, part * load.compute))
     total = sum(size[-1] for size in sizes) or 1.0
     rows = [("", "layers", "copied in", "copied back", "time", "share")]
     for (kind, layers, up, down, seconds), group in itertools.groupby(sizes):

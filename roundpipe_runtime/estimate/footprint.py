@@ -205,11 +205,15 @@ class _Attention(TorchFunctionMode):
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-class _Operations(TorchDispatchMode):
-    """Caches results of torch operations on ``meta`` by the shapes, strides, dtypes and values of their arguments.
+# Operations that return one new tensor, and for which torch derives shape and strides slowly.
+_SLOW_ON_META = {
+    _ATEN.add, _ATEN.sub, _ATEN.mul, _ATEN.div, _ATEN.floor_divide, _ATEN.mm, _ATEN.addmm, _ATEN.neg, _ATEN.pow,
+    _ATEN.rsqrt, _ATEN.mean, _ATEN.sum, _ATEN.cumsum, _ATEN.cat, _ATEN.silu, _ATEN.gelu, _ATEN.exp,
+}  # fmt: skip
 
-    Results are cached only for torch operations that return one new tensor, not for views or in-place operations.
-    """
+
+class _Operations(TorchDispatchMode):
+    """Caches results of slow operations on ``meta`` by the shapes, strides, dtypes and values of their arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch does not annotate it
@@ -221,7 +225,7 @@ class _Operations(TorchDispatchMode):
             return _meta_grouped(*args, **kwargs)
         if func is _ATEN._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True
-        if not _makes_new(func):
+        if func._overloadpacket not in _SLOW_ON_META or "out" in kwargs:
             return func(*args, **kwargs)
         try:
             key = (func, *map(_form, args), *((name, _form(value)) for name, value in kwargs.items()))
@@ -232,8 +236,7 @@ class _Operations(TorchDispatchMode):
             size, stride, dtype = known
             return torch.empty_strided(size, stride, dtype=dtype, device="meta")
         out = func(*args, **kwargs)
-        if _is_new(out, [*args, *kwargs.values()]):
-            self._known[key] = (out.shape, out.stride(), out.dtype)
+        self._known[key] = (out.shape, out.stride(), out.dtype)
         return out
 
 
@@ -252,18 +255,6 @@ def _meta_grouped(
     return first.new_empty(*groups, rows, columns, dtype=out_dtype or first.dtype)
 
 
-@functools.cache
-def _makes_new(func: Any) -> bool:
-    """Return whether, by its schema, an operation returns one tensor that shares no memory with an argument."""
-    schema = func._schema
-    return (
-        schema.name.startswith("aten::")
-        and len(schema.returns) == 1
-        and isinstance(schema.returns[0].type, torch.TensorType)
-        and all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
-    )
-
-
 def _form(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         is_usual = type(value) in (torch.Tensor, nn.Parameter) and value.is_meta and value.layout == torch.strided
@@ -273,19 +264,6 @@ def _form(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return tuple(map(_form, value))
     return type(value), value  # 1 and 1.0 are equal, and promote to different dtypes
-
-
-def _is_new(out: torch.Tensor, given: list[Any]) -> bool:
-    """Return whether a result uses all of its storage, and shares the storage with no argument."""
-    if not (type(out) is torch.Tensor and out.is_meta and out.layout == torch.strided) or out.dtype.is_complex:
-        return False
-    storage, tensors = out.untyped_storage(), [one for one in pytree.tree_leaves(given) if torch.is_tensor(one)]
-    alike = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-    return (
-        out.storage_offset() == 0
-        and storage.nbytes() == alike.untyped_storage().nbytes()
-        and all(storage._cdata != tensor.untyped_storage()._cdata for tensor in tensors)
-    )
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------

@@ -314,17 +314,14 @@ class DeviceRates:
         return 2 * self.flops / (2 * self.up)
 
 
-def measure_device(
-    device: torch.device, *, dtype: torch.dtype = torch.bfloat16, nbytes: int = _LINK_COPIED, rows: int = _MATRIX_ROWS
-) -> DeviceRates:
-    """Measure the copy rates and matrix products of an accelerator, in about a second."""
-    # dtype: dtype of the matrices. Default: bfloat16.
+def measure_device(device: torch.device, *, nbytes: int = _LINK_COPIED, rows: int = _MATRIX_ROWS) -> DeviceRates:
+    """Measure the copy rates of an accelerator, and its matrix products in bfloat16, in about a second."""
     # rows: rows and columns of the matrices. Default: 8,192.
     uploads, downloads, compute = (torch.Stream(device) for _ in range(3))
     pinned = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     pageable = torch.zeros(nbytes, dtype=torch.uint8)
     there = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    matrix = torch.ones(rows, rows, dtype=dtype, device=device)
+    matrix = torch.ones(rows, rows, dtype=torch.bfloat16, device=device)
 
     up = uploads, lambda: there[0].copy_(pinned[0], non_blocking=True)
     down = downloads, lambda: pinned[1].copy_(there[1], non_blocking=True)

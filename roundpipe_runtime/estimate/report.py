@@ -274,14 +274,14 @@ class PlanReport:
     step: StepPlan  # the training step, whatever machine runs it
     simulated: StepSimulation  # the step on the devices and the host
     hardware: Hardware  # devices and host
-    devices: list[int]  # device of each stage
-    seconds: list[float]  # time of each stage on one microbatch
     # tokens per step above which forward stages compute for longer than their uploads take
     tokens_forward: float
     tokens_backward: float  # the same for backward stages
     # why the runtime cannot make a plan: one layer is too large. Then the plan is for devices without a limit. Else "".
     too_large: str
     least_memory: int  # bytes that a device must have for the runtime to make a plan
+    # forward of a frozen reference model, which runs after the trained model and needs no further device memory
+    reference_seconds: float | None = None
 
     @property
     def layers(self) -> Sequence[LayerFootprint]:
@@ -396,8 +396,6 @@ def plan_report(
         step=step,
         simulated=simulated[best],
         hardware=hardware,
-        devices=RoundRobin(len(hardware.names)).assign(len(loads)),
-        seconds=[load.compute for load in loads],
         tokens_forward=_tokens_to_hide(forward, tokens / num_microbatch, hardware),
         tokens_backward=_tokens_to_hide(loads[len(forward) :], tokens / num_microbatch, hardware),
         too_large=too_large,
@@ -446,24 +444,13 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware
     return tokens * copies / compute if compute else 0.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reference:
-    """Cost of a frozen reference model, which runs after the trained model and needs no further device memory."""
-
-    host_bytes: int  # its weights on the host; 0 if it is the model without its adapters
-    seconds: float  # its forward
-
-
-def with_reference(
-    report: PlanReport, tensors: Iterable[torch.Tensor], *, shares_weights: bool
-) -> tuple[PlanReport, Reference]:
-    """Add the cost of a frozen reference model of the same size to a report; return the report and the cost."""
+def with_reference(report: PlanReport, tensors: Iterable[torch.Tensor], *, shares_weights: bool) -> PlanReport:
+    """Add the cost of a frozen reference model of the same size to a report."""
     # tensors: parameters and buffers of the model; those of the reference have the same sizes
     # shares_weights: whether the reference is the model without its adapters
     size = 0 if shares_weights else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     host = dataclasses.replace(report.host_memory, reference=size)
     simulated = dataclasses.replace(report.simulated, host_memory=host)
-    found = dataclasses.replace(report, simulated=simulated)
     # a forward through all layers, in the stages of the training
     groups = [*report.step.plan.fwd_plan, report.step.plan.bwd_plan[0]]
     stages = [Stage(number, "forward", range(group[0], group[-1] + 1)) for number, group in enumerate(groups)]
@@ -477,4 +464,4 @@ def with_reference(
         for stage in stages
     ]
     run = simulate_schedule(loads, machine_of(report.hardware, linked=True), report.step.num_microbatch)
-    return found, Reference(size, run.time)
+    return dataclasses.replace(report, simulated=simulated, reference_seconds=run.time)

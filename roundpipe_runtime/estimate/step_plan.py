@@ -91,8 +91,7 @@ class HostMemory:
     @property
     def total(self) -> int:
         """The memory of the host: the sum over all purposes, in bytes."""
-        trained = self.parameters + self.gradients + self.masters + self.optimizer
-        return trained + self.activations + self.reference
+        return sum(dataclasses.astuple(self))
 
 
 def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
@@ -208,7 +207,7 @@ def host_memory(
         parameters=kept,
         gradients=gradients,
         masters=masters,
-        optimizer=sum(2 * p.numel() * dtype.itemsize for p, dtype in wide),
+        optimizer=2 * sum(p.numel() * dtype.itemsize for p, dtype in wide),
         activations=num_microbatch * (sum(layers[index].inputs for index in restarts) + between) + sent,
     )
 
@@ -260,8 +259,7 @@ def room_to_keep(
     return bytes_to_keep(None if memory is None else FOR_PARAMETERS * memory, largest, fits=fits)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class JoinedLoss:
+class JoinedLoss(NamedTuple):
     """Memory of a loss that is computed once for the whole batch, in bytes."""
 
     device: int  # peak memory of the device that runs the last layer for the whole batch

@@ -37,8 +37,8 @@ def test_equal_layers_get_the_plan_of_the_runtime():
     """A forward stage holds three layers where a backward stage holds one; the last layer is the fused stage."""
     found = report(hardware())
     assert [stage.kind for stage in found.step.stages][:3] == ["forward", "forward", "fused"]
-    assert found.devices == [index % 2 for index in range(len(found.step.stages))]
-    assert found.seconds[2] == pytest.approx(3 * 2 * ROWS * WIDTH * WIDTH / 1e9)
+    assert all(one.step.device == one.step.stage % 2 for one in found.simulation.steps)
+    assert found.simulated.loads[2].compute == pytest.approx(3 * 2 * ROWS * WIDTH * WIDTH / 1e9)
 
 
 def test_tokens_that_hide_transfers_follow_the_formula():

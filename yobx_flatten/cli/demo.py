@@ -73,8 +73,12 @@ class _Row:
     leaves: int
     path: pathlib.Path
     report: ExportReport
-    differences: dict[str, float]  # the largest difference of all outputs, by runtime
     failure: str | None = None
+
+    @property
+    def differences(self) -> dict[str, float]:
+        cases, runtimes = self.report.cases, ("torch.export", "onnxruntime")
+        return {r: max((case.max_difference for case in cases if case.runtime == r), default=0.0) for r in runtimes}
 
 
 def demo(
@@ -196,11 +200,7 @@ def _export(name: str, text: str, output: pathlib.Path) -> _Row:
             raise
         report, failure = error.report, str(error)
     leaves = sum(leaf.startswith(CACHE) for leaf in report.input_names)
-    differences = {
-        runtime: max((case.max_difference for case in report.cases if case.runtime == runtime), default=0.0)
-        for runtime in ("torch.export", "onnxruntime")
-    }
-    return _Row(name, _layers(cache_of(kwargs)), leaves, path, report, differences, failure)
+    return _Row(name, _layers(cache_of(kwargs)), leaves, path, report, failure)
 
 
 def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:

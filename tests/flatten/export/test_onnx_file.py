@@ -44,10 +44,17 @@ def _run(path, **feeds):
     return dict(zip([given.name for given in session.get_outputs()], session.run(None, feeds), strict=True))
 
 
-def test_a_file_that_failed_its_proof_does_not_replace_one_that_did_not(tmp_path):
+def test_a_file_that_failed_does_not_replace_one_that_did_not(tmp_path, monkeypatch):
     path = tmp_path / "a.onnx"
     path.write_bytes(b"the old one")
     with pytest.raises(ReplayError, match=r'(?s)Nothing was written to .*a\.onnx\. To look .* keep_failed="a folder"'):
+        export_onnx(Drifts(), (torch.ones(2, 3),), path=path, cases=[])
+
+    def fail(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(ir, "save", fail)
+    with pytest.raises(OSError, match="no space left"):
         export_onnx(Drifts(), (torch.ones(2, 3),), path=path, cases=[])
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.onnx"]
     assert path.read_bytes() == b"the old one"

@@ -167,6 +167,15 @@ def test_what_is_missing_is_named(folder, damage, message):
         verify(folder)
 
 
+def test_one_flipped_bit_is_seen_by_its_checksum(folder):
+    content = bytearray((folder / "two.bin").read_bytes())
+    content[500] ^= 1
+    (folder / "two.bin").write_bytes(content)
+    assert is_complete(folder)
+    with pytest.raises(DamagedCheckpointError, match=r"two\.bin was changed after it was written"):
+        verify(folder)
+
+
 def test_a_newer_format_is_not_damage(folder):
     """Falling back to an older checkpoint would lose work that is there."""
     (folder / MANIFEST).write_text(json.dumps({**json.loads((folder / MANIFEST).read_text()), "format": 2}))

@@ -55,12 +55,18 @@ def test_no_grad_and_eval_give_plain_outputs(wrap):
 
 def test_a_sequence_of_losses_is_a_list_of_totals(wrap):
     model, inputs, labels = small_model(), *batch(6)
-    losses = wrap(model).forward_backward(
-        (inputs,), label=labels, loss_fn=lambda o, t: [((o - t) ** 2).sum(), o.abs().sum()], run_config=MEAN_SUM
+    losses, returned = wrap(model).forward_backward(
+        (inputs,),
+        label=labels,
+        loss_fn=lambda o, t: [((o - t) ** 2).sum(), o.abs().sum()],
+        return_outputs=True,
+        run_config=MEAN_SUM,
     )
     found = gradients(model)
     model.zero_grad()
     outputs = model(inputs)
+    assert not returned.requires_grad
+    assert torch.allclose(returned, outputs, atol=1e-6)
     expected = [((outputs - labels) ** 2).sum(), outputs.abs().sum()]
     torch.autograd.backward(expected)
     assert [near(a, b.detach()) for a, b in zip(losses, expected, strict=True)] == [True, True]
@@ -165,7 +171,9 @@ def test_packed_labels_that_want_a_gradient_are_refused(wrap):
     """As tensors are: it would be lost without a word."""
     teacher, student, inputs = wrap(small_model()), wrap(small_model()), batch(4)[0]
     config = RoundPipeRunConfig(num_microbatch=2, merge_output=False)
-    with pytest.raises(ConfigError, match="label requires a gradient"):
+    with pytest.raises(
+        ConfigError, match=r"label requires a gradient(.|\n)*with torch.no_grad\(\): label = teacher\(x\)"
+    ):
         student.forward_backward((inputs,), label=teacher(inputs, roundpipe_run_config=config), loss_fn=F.mse_loss)
     with torch.no_grad():
         labels = teacher(inputs, roundpipe_run_config=config)

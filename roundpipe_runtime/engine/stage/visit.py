@@ -210,6 +210,7 @@ class Visit:
                     resident.buffers[number] = self.device.copy_in(value, ready)
             saved = self.collected.kept.pop((layer, microbatch), None)
             data = None if saved is None else saved.structure.rebuild(fetch(self.device, saved))
+            del saved  # the copy on the host is not needed while the layer runs
         changes = resident.traits.changes_attributes.get(resident.contents.module.training)
         is_followed = not self.spec.trial and (self.spec.looks or changes)
         attributes = self._attributes(resident, (layer, microbatch), kind) if is_followed else _NO_MODES

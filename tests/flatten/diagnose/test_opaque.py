@@ -362,16 +362,16 @@ def test_one_test_is_made_for_each_sample_and_check_and_fails_like_the_check():
 
 
 @dataclasses.dataclass
-class State:
+class HiddenState:
     hidden: object
     step: int = dataclasses.field(default=1, metadata={"static": True})
 
 
 @pytest.fixture(autouse=True)
 def _state_is_registered():
-    register(State, backends="torch")
+    register(HiddenState, backends="torch")
     yield
-    unregister_class_flattening(State)
+    unregister_class_flattening(HiddenState)
 
 
 class Opaque:
@@ -400,10 +400,10 @@ def placed(differences):
 
 def test_containers_tensors_arrays_and_values():
     array = numpy.zeros((2, 2), dtype="int32")
-    tree = {"s": State(X, 7), "w": array, "x": X.to(torch.bfloat16), "y": [1, None], "z": ("text", torch.float16)}
+    tree = {"s": HiddenState(X, 7), "w": array, "x": X.to(torch.bfloat16), "y": [1, None], "z": ("text", torch.float16)}
     assert drawn(tree, name="kwargs") == lines("""
         kwargs: dict of 5
-        ├─ ['s']: State, static [7]
+        ├─ ['s']: HiddenState, static [7]
         │  └─ .hidden: float32[2, 3]
         ├─ ['w']: numpy int32[2, 2]
         ├─ ['x']: bfloat16[2, 3]
@@ -514,8 +514,8 @@ DIFFERENCES = {
         [("tree['b']", "a leaf", "not there"), ("tree['c']", "not there", "a leaf")],
     ),
     "order": ({"a": 1, "b": 2}, {"b": 1, "a": 2}, [("tree", "in the order ['a'], ['b']", "['b'], ['a']")]),
-    "static": ([State(1, 5)], [State(1, 6)], [("tree[0]", "static [5]", "static [6]")]),
-    "field": (State([1]), State(1), [("tree.hidden", "list of 1", "a leaf")]),
+    "static": ([HiddenState(1, 5)], [HiddenState(1, 6)], [("tree[0]", "static [5]", "static [6]")]),
+    "field": (HiddenState([1]), HiddenState(1), [("tree.hidden", "list of 1", "a leaf")]),
     "call": (((1,), {"y": [1]}), ((1,), {"y": [1, 2]}), [("kwargs['y']", "list of 1", "list of 2")]),
 }
 

@@ -39,6 +39,18 @@ def test_a_tied_weight_is_one_parameter_of_its_layer_and_layers_that_share_a_mod
     assert contents[2].lock is not contents[3].lock  # a weight in common is no module in common
 
 
+def test_gradients_are_added_in_the_order_of_the_list():
+    """What was there first, then the last layer, then those before it: float32 sums in exactly that order."""
+    model = nn.Linear(1, 1, bias=False)
+    store = ParameterStore(model)
+    numbers = [torch.full((1, 1), value) for value in (1e8, 3.0, -1e8)]
+    store.add_gradients([{model.weight: number.clone()} for number in numbers])
+    expected = (numbers[0] + numbers[1]) + numbers[2]
+    assert torch.equal(model.weight.grad, expected)
+    store.add_gradients([{model.weight: torch.ones(1, 1)}])
+    assert torch.equal(model.weight.grad, expected + 1)
+
+
 def test_a_master_holds_gradients_in_its_own_dtype():
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     store = ParameterStore(model, torch.float32)

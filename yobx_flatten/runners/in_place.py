@@ -62,6 +62,9 @@ def new_tokens(feeds: Mapping[str, torch.Tensor]) -> int:
     return int(feeds["input_ids" if "input_ids" in feeds else "inputs_embeds"].shape[1])
 
 
+_LEAST = 256  # tokens
+
+
 class TensorBuffers(InPlaceCache):
     """A KV cache in buffers of shape (rows, heads, capacity, size), by input name, which a file updates in place."""
 
@@ -71,7 +74,7 @@ class TensorBuffers(InPlaceCache):
         self,
         values: Mapping[str, torch.Tensor],
         presents: Mapping[str, str],
-        room: Callable[[int], int] = lambda total: max(2 * total, 256),
+        room: Callable[[int], int] = lambda total: max(2 * total, _LEAST),
     ) -> None:
         super().__init__(values, presents)
         self._room = room

@@ -260,7 +260,7 @@ def test_the_standard_proof_finds(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_file.UnprovenFile, "save", faulty)
     # without simpler operators, which are tried where the fastest fail, and have no window to be lost
     fused = attempts._Attempt(ATTENTION_OPSET, fuse=True, share=True)
-    monkeypatch.setattr(attempts, "_attempts", lambda _: [fused])
+    monkeypatch.setattr(attempts, "_attempts", lambda *_: [fused])
     how = {"optimize": "onnxruntime", "proof": "standard", "overwrite": True}
     if fault == "none":
         assert export_folder(small_model("mistral"), tmp_path / "out", **how).verified.ok

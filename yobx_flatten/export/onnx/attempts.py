@@ -76,11 +76,7 @@ def write_proven(
     # share: whether to try onnxruntime's attention first, which updates the cache in place
     # quantization: how to quantize the weights if nothing is checked
     example = source.example
-    newest = ATTENTION_OPSET if opset_version is None else opset_version
-    attempts = [_Attempt(newest, True)] if newest >= ATTENTION_OPSET else []
-    if share and attempts:
-        attempts.insert(0, dataclasses.replace(attempts[0], share=True))
-    attempts.append(_Attempt(opset_version, False))
+    attempts = _attempts(opset_version, share)
     done = len(report.cases)
     refused: Exception | None = None  # the first error of a conversion
 
@@ -157,6 +153,13 @@ def _written(
             remark_quantized(found, quantization, report)
         report.onnx_bytes = file.save(converted.model)
     return converted
+
+
+def _attempts(opset_version: int | None, share: bool) -> list[_Attempt]:
+    newest = ATTENTION_OPSET if opset_version is None else opset_version
+    fused = [_Attempt(newest, True)] if newest >= ATTENTION_OPSET else []
+    shared = [dataclasses.replace(attempt, share=True) for attempt in fused if share]
+    return [*shared, *fused, _Attempt(opset_version, False)]
 
 
 def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:

@@ -6,11 +6,6 @@ from ..errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 from .save_and_load import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 
 __all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointWarning",
-    "DamagedCheckpointError",
-    "list_checkpoints",
-    "load_checkpoint",
-    "save_checkpoint",
-]
+    "Checkpoint", "CheckpointError", "CheckpointWarning", "DamagedCheckpointError",
+    "list_checkpoints", "load_checkpoint", "save_checkpoint",
+]  # fmt: skip

@@ -128,7 +128,6 @@ def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_checkpoint(path: pathlib.Path) -> bool:
-    """Return whether a folder is a checkpoint, including a damaged or renamed checkpoint."""
     return path.is_dir() and (_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists())
 
 
@@ -137,8 +136,7 @@ def step_of(checkpoint: pathlib.Path) -> int:
 
 
 def next_path(folder: pathlib.Path) -> pathlib.Path:
-    there = checkpoints_in(folder)
-    last = step_of(there[-1]) if there else 0
+    last = max(map(step_of, checkpoints_in(folder)), default=0)
     return folder / f"checkpoint-{last + 1:08}"
 
 
@@ -200,7 +198,6 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
-    """Remove unfinished checkpoint folders that a killed process has left."""
     for path in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -212,9 +209,7 @@ def remove_old(folder: pathlib.Path, keep: int | None) -> None:
         return
     there = checkpoints_in(folder)
     complete = [path for path in there if is_complete(path)]
-    if len(complete) < keep:
-        return
-    for path in there[: there.index(complete[-keep])]:
+    for path in there[: there.index(complete[-keep])] if len(complete) >= keep else ():
         remove_checkpoint(path)
 
 

@@ -32,16 +32,14 @@ def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tens
     for name, value in state.items():
         if name in left_out:
             continue
-        if isinstance(value, torch.Tensor):
-            if value.device.type == "meta":
-                raise CheckpointError(f"{name} is on the meta device, so it has no values to save.")
-            known = first.setdefault(id(value), name)
-            if known == name:
-                encode(value, name, tensors)
-            else:
-                aliases[name] = known
-        else:
+        if not isinstance(value, torch.Tensor):
             extra[name] = value
+        elif value.device.type == "meta":
+            raise CheckpointError(f"{name} is on the meta device, so it has no values to save.")
+        elif (known := first.setdefault(id(value), name)) == name:
+            encode(value, name, tensors)
+        else:
+            aliases[name] = known
     return {"aliases": aliases, "extra": extra, "frozen": digests_of_frozen(model) if left_out else {}}
 
 
@@ -80,7 +78,6 @@ def check_model(
 
 
 def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Raise an error if a saved master weight belongs to a parameter that has no master weight in this model."""
     here = set()  # names of parameters with a master weight
     for prefix, pipeline in pipelines_of(model):
         own = {id(parameter) for parameter in wrapped_model(pipeline).parameters()}
@@ -96,7 +93,6 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Check the counters and tensors in a checkpoint that :func:`collect_progress` returned when it was saved."""
     for entry in stored["pipelines"].values():
         counts = [entry["runs"], *([entry["replicas"]] if entry.get("replicas") is not None else [])]
         if not all(type(count) is int and count >= 0 for count in counts):
@@ -136,7 +132,6 @@ def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
 
 
 def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load tensors into a model, a few at a time, and release the memory of loaded tensors."""
     places = model.state_dict(keep_vars=True)
     sizes = {name: value.nbytes if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
     for names in names_in_parts(sizes, _PART):
@@ -169,7 +164,6 @@ def collect_progress(model: nn.Module) -> dict[str, Any]:
 
 
 def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Load the training state that :func:`collect_progress` returned, after the parameters are loaded."""
     for name, value in stored["buffers"].items():
         path, _, last = name.rpartition(".")
         try:
@@ -243,7 +237,6 @@ def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
 
 
 def digests_of_frozen(model: nn.Module) -> dict[str, str]:
-    """Return a digest of each frozen quantized weight, by its name in the state dict."""
     owners = {id(p): module for module in nn.Module.modules(model) for p in module._parameters.values()}
     found = {}
     for name, value in model.state_dict(keep_vars=True).items():

@@ -391,7 +391,6 @@ def _read(
 
 
 def _undo_of(part: Any) -> Callable[[], None]:
-    """Return a function that restores the current state of an optimizer, scheduler or scaler."""
     # part: object with `state_dict` and `load_state_dict`
     if hasattr(part, "param_groups") and hasattr(part, "state"):
         # not copied: a load replaces the tensors

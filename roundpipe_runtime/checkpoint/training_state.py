@@ -47,8 +47,6 @@ class TrainingObjects:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The state of a training at one moment, as texts and tensors for the files of a checkpoint."""
-
     texts: Mapping[str, str]  # contents of text files, by name
     model: Mapping[str, torch.Tensor]  # tensors of the model, by name
     training: Mapping[str, torch.Tensor]  # tensors of everything else
@@ -99,7 +97,6 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
 def read_weights(
     folder: pathlib.Path, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the model's tensors from a checkpoint, including tensors that are stored in shards."""
     like = {f"{_WEIGHTS}{name}": target for name, target in targets.items()}
     shards = read_shards(folder, lambda name: name.startswith(_WEIGHTS), like)
     found = {**tensors, **{name.removeprefix(_WEIGHTS): tensor for name, tensor in shards.items()}}
@@ -187,7 +184,6 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
 
 
 def config_files(model: nn.Module) -> dict[str, str]:
-    """Return the texts of ``config.json`` and ``generation_config.json`` for a Hugging Face model; otherwise ``{}``."""
     inner = wrapped_model(model)
     library = sys.modules.get("transformers.modeling_utils")  # a Hugging Face model has imported it
     if library is None or not isinstance(inner, library.PreTrainedModel):
@@ -270,7 +266,6 @@ def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Te
 def check_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise an error if the stored state is that of another optimizer class or of other parameter groups."""
     found, expected = [group["params"] for group in stored["param_groups"]], _names(optimizer, targets)
     own, saved = type(optimizer).__name__, stored["class"]
     if saved != own:
@@ -289,7 +284,6 @@ def check_optimizer(
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load an optimizer state that :func:`named_state` returned and :func:`check_optimizer` accepted."""
     numbers: dict[str, int] = {}
     groups = []
     for group, own, names in zip(

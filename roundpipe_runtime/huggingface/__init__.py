@@ -13,19 +13,7 @@ from .quantize import quantize_frozen
 from .wrap import WrappedModel, wrap_model_to_roundpipe
 
 __all__ = [
-    "BatchStructureError",
-    "Cut",
-    "CutError",
-    "CutRefusedWarning",
-    "CutReport",
-    "Equivalence",
-    "LongRows",
-    "PassedTensor",
-    "SmoothedLoss",
-    "WrappedModel",
-    "chunked_cross_entropy",
-    "cut",
-    "passed_tensors",
-    "quantize_frozen",
-    "wrap_model_to_roundpipe",
-]
+    "BatchStructureError", "Cut", "CutError", "CutRefusedWarning", "CutReport", "Equivalence", "LongRows",
+    "PassedTensor", "SmoothedLoss", "WrappedModel", "chunked_cross_entropy", "cut", "passed_tensors",
+    "quantize_frozen", "wrap_model_to_roundpipe",
+]  # fmt: skip

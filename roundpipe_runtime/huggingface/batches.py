@@ -32,18 +32,9 @@ from ..pipeline.live import with_own_forwards
 from .adapters import model_inside
 from .cutting.caches import HeldCache, join_held, swapped
 from .cutting.check import evaluating
+from .loss import own_loss as model_loss
 from .loss.call_options import CALL_OPTIONS, gives_share, is_proven
-from .loss.own_loss import (
-    auxiliary_loss_of,
-    check_weights,
-    has_auxiliary_loss,
-    has_labels,
-    has_router_logits,
-    loss_of,
-    loss_of_batch,
-    with_loss,
-    without_auxiliary_loss,
-)
+from .loss.own_loss import check_weights
 
 # Arguments with the images of all rows and the size of each image, and names of the image token in a configuration.
 _PACKED = (
@@ -380,29 +371,28 @@ def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
 
 
 def merge_with_loss(model: nn.Module, kwargs: Kwargs, outputs: list[PyTree]) -> PyTree:
-    """Merge the outputs of the microbatches into one output whose loss is the loss of the whole batch."""
     is_smoothed = kwargs[CALL_OPTIONS].smoothed_loss is not None
     parts = [output for output, _, _ in outputs]
-    losses = [loss for loss in map(loss_of, parts) if loss is not None]
+    losses = [loss for loss in map(model_loss.loss_of, parts) if loss is not None]
     first = parts[0]
     # the first value of a tuple is a loss only if there are labels
     named = first.get("loss") if isinstance(first, dict) else getattr(first, "loss", None)
-    has_loss = len(losses) == len(parts) and (is_smoothed or has_labels(model, kwargs) or named is not None)
+    has_loss = len(losses) == len(parts) and (is_smoothed or model_loss.has_labels(model, kwargs) or named is not None)
     items = [count for _, count, _ in outputs]
     if has_loss:
         check_weights(items, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
     rows = [count for _, _, count in outputs]
     joined = join_outputs(parts, [float(count) for count in rows], rows)
-    aux = None
-    routers = getattr(joined, "router_logits", None)
-    if has_router_logits(model, kwargs) and routers is not None and getattr(first, "aux_loss", None) is not None:
-        aux = auxiliary_loss_of(model, tuple(routers), kwargs.get("attention_mask"))
+    aux, routers = None, getattr(joined, "router_logits", None)
+    has_aux = routers is not None and getattr(first, "aux_loss", None) is not None
+    if has_aux and model_loss.has_router_logits(model, kwargs):
+        aux = model_loss.auxiliary_loss_of(model, tuple(routers), kwargs.get("attention_mask"))
     if aux is not None:
         joined["aux_loss"] = aux[0]
     if not has_loss:
         return joined
-    adds_auxiliary = aux is not None and not is_smoothed and has_auxiliary_loss(model, kwargs)
+    adds_auxiliary = aux is not None and not is_smoothed and model_loss.has_auxiliary_loss(model, kwargs)
     if adds_auxiliary:
-        losses = [without_auxiliary_loss(model, part) for part in parts]
-    loss = loss_of_batch(losses, items)
-    return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
+        losses = [model_loss.without_auxiliary_loss(model, part) for part in parts]
+    loss = model_loss.loss_of_batch(losses, items)
+    return model_loss.with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)

@@ -180,7 +180,6 @@ class CutModel(RoundPipe):
         return way
 
     def _rp_warn_of_loss(self, proof: LossProof, rows: int, whose: str = "") -> None:
-        """Warn once that the loss of a batch is not a sum of microbatch losses, and state how it is computed."""
         # whose: name of the function that computes the loss. Default: the class of the model.
         held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
         how = (
@@ -253,7 +252,6 @@ class CutModel(RoundPipe):
         return prepared, config
 
     def _rp_with_cache(self, kwargs: Kwargs, config: RoundPipeRunConfig) -> tuple[Kwargs, RoundPipeRunConfig]:
-        """Return the arguments and configuration of a call with a KV cache, which stays in CPU memory."""
         if config.resolved(1).requires_grad:
             raise ConfigError(
                 "A KV cache works without gradients only, because recomputed layers would write to the cache twice:\n"

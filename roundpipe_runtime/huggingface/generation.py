@@ -32,7 +32,6 @@ _PROMPT, _PADDING = 5, 2
 
 
 def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
-    """Return a context manager in which calls of a model run ``forward`` instead of the model's own forward."""
     # `generate` calls the model itself, so only an attribute of the model can replace its forward
     inner = model_inside(model)
     other = OtherForward(forward, vars(inner).get("forward"))

@@ -296,8 +296,6 @@ class TokenExchange:
 
 
 class _Exchanged(torch.autograd.Function):
-    """The exchange of a tensor between ranks in forward, and the reverse exchange of its gradient in backward."""
-
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, exchange: TokenExchange, is_to_heads: bool) -> torch.Tensor:
         ctx.exchange, ctx.is_to_heads = exchange, is_to_heads

@@ -29,22 +29,9 @@ from .call_ways import CutModel
 from .cutting.cut import Cut, cut, pieces_of, whole
 from .cutting.cut_plan import CannotJoinError
 from .generation import GenerationPath, forward_of, reason_for_host
+from .loss import own_loss as model_loss
 from .loss.call_options import CALL_OPTIONS, CallOptions, SmoothedLoss, gives_share, is_proven, smoothed_call
-from .loss.own_loss import (
-    ShareOfOwnLoss,
-    UnprovenLossError,
-    auxiliary_loss_of,
-    check_weights,
-    has_auxiliary_loss,
-    has_labels,
-    loss_of,
-    loss_of_batch,
-    own_loss,
-    rows_of_call,
-    wants_tuple,
-    with_loss,
-    without_auxiliary_loss,
-)
+from .loss.own_loss import ShareOfOwnLoss, UnprovenLossError, has_labels, own_loss, rows_of_call, wants_tuple
 from .loss_proof import LossOfModel
 
 _LOG = logging.getLogger(__name__)
@@ -188,7 +175,6 @@ class WrappedModel(CutModel):
         return outputs[0] if config.merge_output is False else outputs
 
     def _rp_forward(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay) -> PyTree:
-        """Run forward such that a loss in the output is the loss of the whole batch."""
         if way in ("items", "rows", "sum"):
             try:
                 return super().forward(*args, roundpipe_run_config=config, **kwargs)
@@ -323,7 +309,7 @@ class WrappedModel(CutModel):
                 outputs = self._rp_forward(input_args, kwargs, config, way)
             return back_from(outputs[0] if config.merge_output is False else outputs, label, loss_fn, return_outputs)
 
-        if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
+        if computes_loss and not is_smoothed and model_loss.has_auxiliary_loss(model, kwargs):
             if self._rp_groups is not None:
                 _check_merge((run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config))
                 whole = WholeBatchLoss(model, kwargs, loss_fn, label, as_tuple=wants_tuple(model, input_kwargs))
@@ -458,7 +444,8 @@ class WholeBatchLoss:
 
     def _computed(self, group: Sequence[PyTree]) -> dict[str, Any]:
         parts = [output for output, _, _ in group]
-        losses = [without_auxiliary_loss(self._model, part) for part in parts if loss_of(part) is not None]
+        with_losses = [part for part in parts if model_loss.loss_of(part) is not None]
+        losses = [model_loss.without_auxiliary_loss(self._model, part) for part in with_losses]
         has_routers = all(getattr(part, "aux_loss", None) is not None for part in parts)
         # one tensor per layer; `None` without an auxiliary loss
         routers = _one_after_another([part.router_logits for part in parts]) if has_routers else None
@@ -480,7 +467,7 @@ class WholeBatchLoss:
         if all(one["routers"] is not None for one in found):
             masks = [one["mask"] for one in found]
             mask = None if any(one is None for one in masks) else torch.cat(masks, 1)
-            aux = auxiliary_loss_of(self._model, _one_after_another([one["routers"] for one in found]), mask)
+            aux = model_loss.auxiliary_loss_of(self._model, _one_after_another([one["routers"] for one in found]), mask)
         outputs, _, counts = zip(*(output for group in here for output in group), strict=True)
         joined = join_outputs(outputs, [float(rows) for rows in counts], counts)
         if aux is not None:
@@ -488,9 +475,9 @@ class WholeBatchLoss:
         losses = [loss for one in found for loss in one["losses"]]
         if losses:
             items = [count for one in found for count in one["items"]]
-            check_weights(items, is_share=self._is_share, is_proven=self._is_proven)
-            loss = loss_of_batch(losses, items)
-            joined = with_loss(joined, loss if aux is None else loss + aux[1])
+            model_loss.check_weights(items, is_share=self._is_share, is_proven=self._is_proven)
+            loss = model_loss.loss_of_batch(losses, items)
+            joined = model_loss.with_loss(joined, loss if aux is None else loss + aux[1])
         output = joined.to_tuple() if self._as_tuple else joined
         return self._loss_fn(output, self._label), output
 

@@ -37,8 +37,6 @@ _SMALLEST = 4096
 
 
 class DiskStore(ParameterStore):
-    """A store of parameters, gradients and optimizer state in files on a disk; a few layers are in memory at a time."""
-
     has_numbers_at_hand = False  # reading a few numbers of a parameter reads a page of the disk for each
 
     def __init__(
@@ -188,7 +186,6 @@ class DiskStore(ParameterStore):
         return LayersAtHand(self.memory, [layer.index for layer in contents], of_layer, written=True)
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
-        """Move the optimizer state of a parameter, such as its moments, to the disk."""
         held = []
         for key, value in state.items():
             if not _is_state(value):
@@ -228,14 +225,12 @@ class DiskStore(ParameterStore):
             page_out(value)
 
     def freeze(self) -> None:
-        """Raise an error, because a copy of all parameters would not fit into memory."""
         raise ConfigError(
             f'step(..., is_async=True) needs a copy of all parameters, but host="disk:{self.memory.folder}" has no '
             'memory for the copy. Run the optimizer step layer by layer:\n    model.step(step_fn, is_async="exact")'
         )
 
     def close(self) -> None:
-        """End the threads that read and write the disk; the parameters keep their values."""
         self._landing.close()
         self.memory.close()
         _STORES.discard(self)

@@ -32,8 +32,6 @@ _IN_PLACE = 'RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bf
 
 
 class InBackwardStore(ParameterStore):
-    """A parameter store for ``update="in_backward"``: the optimizer updates each layer during the backward."""
-
     is_in_place = True
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None = None) -> None:
@@ -57,7 +55,6 @@ class InBackwardStore(ParameterStore):
         self._not_called.discard(optimizer)
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Return the reason why gradients of ``parameters`` cannot be clipped, or ``None`` if they can be clipped."""
         held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         if held.isdisjoint(map(id, parameters)):
             return None

@@ -67,8 +67,6 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerContents:
-    """Parameters and buffers of a layer on the host."""
-
     index: int
     module: nn.Module
     slots: tuple[ParameterSlot, ...]  # a parameter may have several places
@@ -208,7 +206,6 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 def _looks_up(slot: ParameterSlot) -> bool:
-    """Return whether the parameter is the weight of an embedding that only looks up rows."""
     owner = slot.owner
     if not isinstance(owner, nn.Embedding) or slot.name != "weight":
         return False

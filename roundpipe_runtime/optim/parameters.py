@@ -41,7 +41,6 @@ Update: TypeAlias = Literal["masters", "in_place", "in_backward"]
 
 
 def resized_late() -> ConfigError:
-    """Return the error for a parameter that was resized after an optimizer had received a copy of the parameter."""
     return ConfigError(
         "The optimizer works on copies of the parameters (optim_dtype), which have the old size. Resize first:\n    "
         "model.resize_token_embeddings(...)\n    pipeline = wrap_model_to_roundpipe(model, optim_dtype=...)"
@@ -178,7 +177,6 @@ class ParameterStore:
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Set master weights by parameter name; parameters without a master weight are skipped."""
         for name, parameter in self.model.named_parameters():
             if name in masters and self.gradient_dtype(parameter) != parameter.dtype:
                 self._target(name, parameter)
@@ -418,7 +416,6 @@ class _Master:
         self._note(parameter)
 
     def _note(self, parameter: nn.Parameter) -> None:
-        """Store the versions of the parameter and the master weight, which now have the same values."""
         self._mark = Mark.of(parameter, with_numbers=self._has_numbers_at_hand)
         self._version = self.tensor._version
 

@@ -131,7 +131,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of an optimizer without parameters, states and hooks."""
     return {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups", PART, *_HOOKS)}
 
 

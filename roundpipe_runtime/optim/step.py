@@ -230,7 +230,6 @@ class StepRunner:
             ahead.ended.wait()
 
     def is_here(self) -> bool:
-        """Whether the caller runs in the thread of background steps."""
         return self._worker.is_here()
 
     def check_not_here(self) -> None:
@@ -396,7 +395,6 @@ class LayerSteps:
         self._released: dict[int, list[int]] = {}
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run the step function; afterwards, the next pipeline call can read every layer."""
         try:
             with on_error(lambda error: self._table.fail(error) if self.is_ahead else None):
                 with taking_over(self._take):

@@ -114,7 +114,6 @@ def _is_pair(cache: Any) -> bool:
 
 
 def parts_of(cache: Any) -> list[Any]:
-    """Return a list of KV caches: the cache itself, or the self- and cross-attention caches of an encoder-decoder."""
     return [cache.self_attention_cache, cache.cross_attention_cache] if _is_pair(cache) else [cache]
 
 
@@ -317,7 +316,6 @@ def entries_read(arguments: PyTree) -> frozenset[Entry]:
 
 
 def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> None:
-    """Check that no two layer calls read the same layer of a KV cache that the model created."""
     readers: dict[Entry, int] = {}
     for place, entries in sorted(read.items()):
         for entry in sorted(entries):

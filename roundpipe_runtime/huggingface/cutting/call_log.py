@@ -179,7 +179,6 @@ class Observed:
 
 
 def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[list[Observed], Any]:
-    """Run ``forward()``, and return the calls of ``layers``, in order, and the result of the forward."""
     seen: list[Observed] = []
     names: dict[int, str] = {}
     for name, layer in layers.items():

@@ -307,8 +307,8 @@ def _run(
             unread = _names_outside(model, layers).difference(*reads_of)
             used = [frozenset(read | unread) for read in reads_of]
             return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=used, cache_reads=reads)
-        state = result.state
-        keep.add(result.needed)  # the next phase reads it
+        state = result
+        keep |= state.call_log.needed  # the next phase reads them
         start, end = (ends[-1] if ends else 0), max(state.call_log.calls) + 1
         for place in range(start, end):
             trial = dataclasses.replace(trial, keep=frozenset(keep))

@@ -34,14 +34,6 @@ class Finished:
     output: PyTree
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Paused:
-    """The result of :meth:`Phase.advance` if the forward needs an output of a layer that has not run yet."""
-
-    state: CutState  # state with the recorded calls of layers
-    needed: Key  # output that the forward needs to continue
-
-
 class Phase(nn.Module):
     """A module that runs the model's forward, with stored outputs of completed layers, until another layer must run."""
 
@@ -64,7 +56,7 @@ class Phase(nn.Module):
                     f"The model runs {'more' if is_last else 'fewer'} steps (layers, and code between layers) for this "
                     f"batch than for the example that it was split with. {WRAP_WITH_BATCH}"
                 )
-            return result.output if isinstance(result, Finished) else result.state
+            return result.output if isinstance(result, Finished) else result
 
         return run_with_options(self.copy, run, state.options, rows_of_call(*state.call)) if is_last else run()
 
@@ -82,7 +74,8 @@ class Phase(nn.Module):
 
     _rp_to_compile = None  # code outside of layers is not compiled: an exception ends it where a layer must run first
 
-    def advance(self, state: CutState) -> Finished | Paused:
+    def advance(self, state: CutState) -> Finished | CutState:
+        # returns: a state with the recorded calls of layers if the forward needs an output of a layer that has not run
         session = PhaseSession(self.program, state, self.number)
         args, kwargs = state.call[0], dict(state.call[1])
         for key, value in kwargs.items():
@@ -114,7 +107,7 @@ class Phase(nn.Module):
         if self.number == 0:
             call_log = dataclasses.replace(call_log, embedded=session.embedded)
         values = live(session.values, call_log, max(call_log.results, default=-1), self.program)
-        return Paused(dataclasses.replace(state, values=values, call_log=call_log), needed)
+        return dataclasses.replace(state, values=values, call_log=call_log)
 
 
 class MissingValueError(BatchStructureError):
@@ -156,8 +149,6 @@ class Whole(nn.Module):
 
 
 class LayerCall(nn.Module):
-    """A module of a split model that runs one call of a layer."""
-
     def __init__(self, program: CutPlan, place: int, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer

@@ -11,40 +11,30 @@ import copy
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, TensorBase, make_wrapper_subclass
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...errors import CutError
 from ...pipeline.live import tensors_held, with_own_forwards
 from .capture import collect_on_copy
 
-
-class Session(Protocol):
-    """An object that computes the results of calls of stubs, which are modules that replace layers."""
-
-    def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree: ...
-
-    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree: ...
-
-
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 class _Running(threading.local):
-    session: Session | None = None
+    session: Any = None  # the `PhaseSession` that computes the results of stubs
 
 
 _RUNNING = _Running()
 
 
 @contextlib.contextmanager
-def running(session: Session) -> Iterator[None]:
+def running(session: Any) -> Iterator[None]:
     """Context manager in which ``session`` computes the results of stubs (replaced layers) that this thread calls."""
     before, _RUNNING.session = _RUNNING.session, session
     try:
@@ -119,7 +109,6 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
 
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
-    """Set parameters, buffers, training mode and plain attributes of a copy to the current values of its model."""
     # used: names of the parameters for the copy; `None` for all
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:

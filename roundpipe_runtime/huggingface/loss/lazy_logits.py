@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -216,15 +216,7 @@ class _Head(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def lazy_head(model: nn.Module) -> Iterator[None]:
-    weight = weight_of_head(model)
-    with contextlib.nullcontext() if weight is None else _Head(weight):
-        yield
-
-
 def weight_of_head(model: nn.Module) -> torch.Tensor | None:
-    """Return the weight of the layer that computes the logits of a model; ``None`` if not known."""
     find = getattr(model_inside(model), "get_output_embeddings", None)
     weight = None if find is None else getattr(find(), "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None
@@ -233,8 +225,9 @@ def weight_of_head(model: nn.Module) -> torch.Tensor | None:
 def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
     """Run a forward of which only the loss is used, without computing all logits at once."""
     # run: function that runs the forward, which is called again if the forward needs its logits
+    weight = weight_of_head(model)
     try:
-        with lazy_head(model):
+        with contextlib.nullcontext() if weight is None else _Head(weight):
             output = run()
             return pytree.tree_map_only(LazyLogits, lambda _: None, output)
     except NotLazy:

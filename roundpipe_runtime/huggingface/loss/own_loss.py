@@ -161,8 +161,6 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ShareOfOwnLoss:
-    """A loss function that returns the loss that the model computed, divided by ``share``."""
-
     share: float
 
     def __call__(self, outputs: PyTree, labels: Any) -> Any:

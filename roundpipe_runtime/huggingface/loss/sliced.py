@@ -85,8 +85,6 @@ def sliced_cross_entropy(
 
 
 class _Sliced(torch.autograd.Function):
-    """The sum of the cross-entropy losses of all rows, computed in slices of the vocabulary."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, table: HostTable, bias: Tensor | None, labels: Tensor, settings: _Settings
@@ -235,8 +233,6 @@ def chunked_cross_entropy(
 
 
 class _Chunked(torch.autograd.Function):
-    """The sum of the cross-entropy losses of all rows, computed in chunks of rows."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, run: Any, is_trainable: bool
@@ -274,7 +270,6 @@ def _by_chunks(
     rows: int,
     wanted: list[bool],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the sum of the losses, and the requested gradients of hidden states, weight and bias."""
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     of_hidden, of_weight, of_bias = (
         torch.zeros_like(t) if want and t is not None else None

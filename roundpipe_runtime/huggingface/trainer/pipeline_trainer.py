@@ -22,16 +22,7 @@ from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.files.document import read_document
 from yobx_flatten.recipe.aliases import Kwargs, TransformersModel
 
-from ...checkpoint.folder import (
-    MANIFEST,
-    appearing,
-    is_complete,
-    only_writer,
-    remove_checkpoint,
-    remove_leftovers,
-    step_of,
-    verify,
-)
+from ...checkpoint import folder as folders
 from ...checkpoint.model_state import collect_progress, load_weights, optimizer_targets, restore_progress
 from ...checkpoint.shards import cut_like, ranks_of
 from ...checkpoint.training_state import check_optimizer, named_state, read_values, restore_optimizer, write_values
@@ -74,14 +65,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as u
             with self.args.main_process_first(local=False, desc="the newest checkpoint"):
                 found = newest_whole(pathlib.Path(self.args.output_dir))
             resume_from_checkpoint = found or True  # without a checkpoint, the Trainer raises its error
-        elif resume_from_checkpoint and (pathlib.Path(resume_from_checkpoint) / MANIFEST).exists():
+        elif resume_from_checkpoint and (pathlib.Path(resume_from_checkpoint) / folders.MANIFEST).exists():
             try:
-                verify(pathlib.Path(resume_from_checkpoint))
+                folders.verify(pathlib.Path(resume_from_checkpoint))
             except DamagedCheckpointError as error:
                 raise DamagedCheckpointError(
                     f"{error} Continue from the newest complete checkpoint:\n"
                     "    trainer.train(resume_from_checkpoint=True)\n"
-                    f"If this checkpoint was changed on purpose, remove its {MANIFEST} instead."
+                    f"If this checkpoint was changed on purpose, remove its {folders.MANIFEST} instead."
                 ) from error
         if isinstance(resume_from_checkpoint, os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
@@ -102,10 +93,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as u
             return
         outer = run / f".{name}.writing"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(only_writer(run))
+            stack.enter_context(folders.only_writer(run))
             _settle(run)
             stack.callback(shutil.rmtree, outer, ignore_errors=True)
-            half = stack.enter_context(appearing(run / name, outer / name))
+            half = stack.enter_context(folders.appearing(run / name, outer / name))
             with self._rp_into(outer):
                 super()._save_checkpoint(model, trial, *args, **kwargs)
             self._rp_name_best(run, name)
@@ -355,13 +346,13 @@ class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as u
 def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
     """Return the undamaged checkpoint with the most steps; warn about damaged checkpoints with more steps."""
     if run.is_dir():
-        with contextlib.suppress(CheckpointError, OSError), only_writer(run):  # another process may be writing
+        with contextlib.suppress(CheckpointError, OSError), folders.only_writer(run):  # another process may be writing
             _settle(run)
     errors = []
-    for path in sorted(_checkpoints(run), key=step_of, reverse=True):
+    for path in sorted(_checkpoints(run), key=folders.step_of, reverse=True):
         try:
-            if (path / MANIFEST).exists():
-                verify(path)
+            if (path / folders.MANIFEST).exists():
+                folders.verify(path)
             elif not _is_whole(path):
                 raise DamagedCheckpointError(f"{path}: {_STATE}, which is written last, is missing or truncated.")
         except DamagedCheckpointError as error:
@@ -377,9 +368,9 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
 def _settle(run: pathlib.Path) -> None:
     """Rename the checkpoints that a killed process had completed, and remove its unfinished checkpoints."""
     for half in sorted(run.glob(".checkpoint-*.writing/checkpoint-*")):
-        if is_complete(half) and not (run / half.name).exists():
+        if folders.is_complete(half) and not (run / half.name).exists():
             half.rename(run / half.name)
-    remove_leftovers(run)
+    folders.remove_leftovers(run)
 
 
 def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> None:
@@ -387,13 +378,14 @@ def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> No
     # limit: number of checkpoints to keep; `None` and 0 keep all
     if not limit or limit < 0:
         return
-    newest_first = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, step_of(path)), reverse=True)
+    ages = {path: (path.stat().st_mtime_ns, folders.step_of(path)) for path in _checkpoints(run)}
+    newest_first = sorted(ages, key=lambda path: ages[path], reverse=True)
     whole = [path for path in newest_first if _is_whole(path)]
     kept = whole[:1] + [path for path in whole[1:] if best is not None and path == pathlib.Path(best)]
     kept += [path for path in whole if path not in kept][: max(0, limit - len(kept))]
     for path in newest_first:
         if path not in kept:
-            remove_checkpoint(path)
+            folders.remove_checkpoint(path)
 
 
 def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
@@ -404,8 +396,8 @@ def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
 
 def _is_whole(path: pathlib.Path) -> bool:
     """Return whether all files of a checkpoint exist, without reading their contents."""
-    if (path / MANIFEST).exists():
-        return is_complete(path)
+    if (path / folders.MANIFEST).exists():
+        return folders.is_complete(path)
     try:
         read_document(path / _STATE, dict[str, Any], failure=DamagedCheckpointError, finite=False)
     except (OSError, DamagedCheckpointError):

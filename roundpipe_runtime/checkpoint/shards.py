@@ -77,9 +77,8 @@ def read_shards(
 
     reader = HuggingFaceStorageReader(str(folder / SHARDS))
     found: dict[str, torch.Tensor] = {}
-    metadata = reader.read_metadata().state_dict_metadata
-    stored: Any = metadata.values()  # only tensors are
-    stated = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in stored)
+    metadata: Any = reader.read_metadata().state_dict_metadata  # only tensors are stored
+    stated = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in metadata.values())
     held = sum(file.stat().st_size for file in (folder / SHARDS).iterdir())
     if stated > held:
         raise DamagedCheckpointError(
@@ -88,11 +87,11 @@ def read_shards(
     for name, described in metadata.items():
         if not names(name):
             continue
-        dtype, target = described.properties.dtype, like.get(name)  # type: ignore[union-attr] # only tensors are stored
-        if is_sharded(target) and target.shape == described.size:  # type: ignore[union-attr] # as above
+        dtype, target = described.properties.dtype, like.get(name)
+        if is_sharded(target) and target.shape == described.size:
             found[name] = _with_local(target, torch.zeros_like(target.to_local(), dtype=dtype))
         else:
-            found[name] = torch.zeros(described.size, dtype=dtype)  # type: ignore[union-attr] # as above
+            found[name] = torch.zeros(described.size, dtype=dtype)
     if found:
         with _alone():
             load(found, storage_reader=reader, no_dist=True)
@@ -123,10 +122,9 @@ def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def _with_local(like: DTensor, local: torch.Tensor) -> DTensor:
     from torch.distributed.tensor import DTensor
 
-    made: DTensor = DTensor.from_local(
+    return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-    return made
 
 
 _Result = TypeVar("_Result")

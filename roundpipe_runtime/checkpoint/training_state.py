@@ -189,8 +189,7 @@ def config_files(model: nn.Module) -> dict[str, str]:
     if library is None or not isinstance(inner, library.PreTrainedModel):
         return {}
     config = copy.deepcopy(inner.config)
-    config.architectures = [type(inner).__name__]
-    config.dtype = str(inner.dtype).removeprefix("torch.")
+    config.architectures, config.dtype = [type(inner).__name__], str(inner.dtype).removeprefix("torch.")
     files = {"config.json": config.to_json_string()}
     if inner.can_generate() and inner.generation_config is not None:
         files["generation_config.json"] = inner.generation_config.to_json_string()
@@ -285,10 +284,8 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
     numbers: dict[str, int] = {}
-    groups = []
-    for group, own, names in zip(
-        stored["param_groups"], optimizer.param_groups, _names(optimizer, targets), strict=True
-    ):
+    groups, all_names = [], _names(optimizer, targets)
+    for group, own, names in zip(stored["param_groups"], optimizer.param_groups, all_names, strict=True):
         numbers.update({name: len(numbers) + place for place, name in enumerate(names)})
         kept = {"param_names": own["param_names"]} if "param_names" in own else {}
         groups.append({**group, **kept, "params": [numbers[name] for name in names]})
@@ -306,7 +303,6 @@ def restore_optimizer(
 
 def _names(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]) -> list[list[str]]:
     called = {id(target): name for name, target in targets.items()}
-    names = []
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in called:
@@ -315,5 +311,4 @@ def _names(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]
                     "optimizer from\n"
                     "    model.optim_parameters()"
                 )
-        names.append([called[id(parameter)] for parameter in group["params"]])
-    return names
+    return [[called[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]

@@ -186,14 +186,11 @@ class DiskStore(ParameterStore):
         return LayersAtHand(self.memory, [layer.index for layer in contents], of_layer, written=True)
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
-        held = []
-        for key, value in state.items():
-            if not _is_state(value):
-                continue
-            if not self.memory.holds(value):
-                state[key] = self.memory.copy(("state", id(target), key), value)
-            held.append(weakref.ref(state[key]))
-        self._states[id(target)] = held
+        keys = [key for key, value in state.items() if _is_state(value)]
+        for key in keys:
+            if not self.memory.holds(state[key]):
+                state[key] = self.memory.copy(("state", id(target), key), state[key])
+        self._states[id(target)] = [weakref.ref(state[key]) for key in keys]
 
     # -- parameters and master weights -------------------------------------------------------------------------------
 

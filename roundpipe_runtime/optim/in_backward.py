@@ -111,8 +111,7 @@ class InBackwardStore(ParameterStore):
 
     def land(self, layer: int, gradients: Landed) -> Landed:
         """Start the optimizer step of a layer; return no gradients, because the step uses them up."""
-        steps = self._current
-        if steps is None:
+        if (steps := self._current) is None:
             raise StageError(
                 'update="in_backward" updates parameters only in forward_backward, but backward() was called on '
                 f"outputs of a forward. Call forward_backward with a loss for each microbatch, or:\n    {_IN_PLACE}"

@@ -150,16 +150,12 @@ LargeTables: TypeAlias = Literal["auto", "whole", "slices"]
 
 # A table of at least this many bytes is large. Copying a smaller table takes about as long as finding its rows.
 LARGE = 16 * 2**20
-
 # Bytes of a slice: half of the largest layer, within these bounds.
 _SMALLEST_SLICE, _LARGEST_SLICE = 2**20, 2**28
-
 # The number of rows of a slice is a multiple of this number, because kernels are faster then.
 _ROWS = 64
-
 # Attribute of a layer that computes logits: the weight from which it computes them.
 _HEAD = "_rp_head_weight"
-
 # Attribute of a layer: its compiled code, which does not accept placeholders for parameters.
 _TO_COMPILE = "_rp_to_compile"
 
@@ -207,9 +203,8 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 def _looks_up(slot: ParameterSlot) -> bool:
     owner = slot.owner
-    if not isinstance(owner, nn.Embedding) or slot.name != "weight":
-        return False
-    return owner.max_norm is None and not owner.scale_grad_by_freq and not owner.sparse
+    is_weight = isinstance(owner, nn.Embedding) and slot.name == "weight"
+    return is_weight and owner.max_norm is None and not owner.scale_grad_by_freq and not owner.sparse
 
 
 def rule_for(
@@ -226,16 +221,13 @@ def rule_for(
         return TableRule()
     contents = scan(layers)
     sliced = TableRule(by_rows=True, by_slices=True, is_compiled=is_compiled)
-    marked = sliced.mark(contents)
     # layers without tables have the same size for all options, so options do not change the size of a slice
-    largest = max((layer.nbytes() for layer in marked if not layer.tables), default=0)
+    largest = max((layer.nbytes() for layer in sliced.mark(contents) if not layer.tables), default=0)
     nbytes = min(max(largest // 2, _SMALLEST_SLICE), _LARGEST_SLICE)
     sliced = dataclasses.replace(sliced, slice_nbytes=nbytes)
     by_rows = dataclasses.replace(sliced, by_slices=False)
-    if option == "slices":
-        return sliced
-    if stage_nbytes is None:
-        return by_rows
+    if option == "slices" or stage_nbytes is None:
+        return sliced if option == "slices" else by_rows
     pairs = zip(by_rows.mark(contents), sliced.mark(contents), strict=True)
     heads = [layer for layer, other in pairs if any(table.is_head for table in other.tables.values())]
     is_too_large = any(sum(needed_bytes(layer, gradient_dtype)) > stage_nbytes for layer in heads)

@@ -308,9 +308,7 @@ class ParameterStore:
             self._masters.pop(name, None)
             return parameter
         if name not in self._masters:
-            dtypes = self.gradient_dtype(parameter), self.dtype_between(parameter)
-            has_numbers = self.has_numbers_at_hand
-            self._masters[name] = _Master(parameter, *dtypes, self._copier(), has_numbers_at_hand=has_numbers)
+            self._masters[name] = _Master(parameter, self)
         self._masters[name].wake(parameter)
         return self._masters[name].tensor
 
@@ -326,17 +324,9 @@ class _Master:
     # shown: the gradient that each parameter shows, with its master weight; `None` for copies
     shown: ClassVar[Any] = WeakTensorKeyDictionary()
 
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        dtype: torch.dtype,
-        kept: torch.dtype,
-        copy: Callable[[nn.Parameter, torch.dtype], torch.Tensor],
-        *,
-        has_numbers_at_hand: bool,
-    ) -> None:
-        self._copy = copy
-        self._has_numbers_at_hand = has_numbers_at_hand
+    def __init__(self, parameter: nn.Parameter, store: ParameterStore) -> None:
+        dtype, kept = store.gradient_dtype(parameter), store.dtype_between(parameter)
+        self._copy, self._has_numbers_at_hand = store._copier(), store.has_numbers_at_hand
         nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device).expand(parameter.shape)
         self.tensor = nn.Parameter(nothing, requires_grad=False)
         if kept != dtype:

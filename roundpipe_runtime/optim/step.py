@@ -210,8 +210,7 @@ class StepRunner:
     @property
     def is_exact(self) -> bool:
         """Whether the next pipeline call waits, layer by layer, for the optimizer step in the background."""
-        ahead = self._ahead
-        return ahead is not None and ahead.is_ahead
+        return (ahead := self._ahead) is not None and ahead.is_ahead
 
     def run_ended(self) -> None:
         """Start to write the background step's result to the parameters; called after a successful pipeline call."""
@@ -225,8 +224,7 @@ class StepRunner:
 
     def wait_cleared(self) -> None:
         """Wait for the end of an optimizer step in another thread, because the step may clear gradients at its end."""
-        ahead = self._ahead
-        if ahead is not None and ahead.is_ahead:
+        if (ahead := self._ahead) is not None and ahead.is_ahead:
             ahead.ended.wait()
 
     def is_here(self) -> bool:
@@ -234,7 +232,7 @@ class StepRunner:
 
     def check_not_here(self) -> None:
         """Raise an error if the caller is a step function that runs in the background layer by layer."""
-        if self._ahead is not None and self._ahead.is_ahead and self.is_here():
+        if self.is_exact and self.is_here():
             self.wait_update()
 
     def wait_update(self) -> None:
@@ -363,8 +361,8 @@ def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) 
     with _RUNNERS_LOCK:
         runners = list(_RUNNERS)
     for runner in runners:
-        update = runner._update
-        if update is not None and which(runner) and not runner.is_here():  # a step must not wait for itself
+        # a step must not wait for itself
+        if (update := runner._update) is not None and which(runner) and not runner.is_here():
             with contextlib.suppress(Exception):
                 wait_for(update)
 

@@ -194,8 +194,7 @@ def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
 
 def other_post_hooks(optimizer: Optimizer) -> bool:
     """Whether code outside of ``roundpipe_runtime`` has registered a hook after the steps of the optimizer."""
-    everywhere = optimizer_post_hooks.values()
-    return bool(optimizer._optimizer_step_post_hooks) or any(hook not in _OWN for hook in everywhere)
+    return bool(optimizer._optimizer_step_post_hooks) or any(h not in _OWN for h in optimizer_post_hooks.values())
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -208,8 +207,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         if not _OTHERWISE:
             return
     # hooks of an optimizer run after the global hooks, in order of registration; this hook must be the last
-    earlier = _TAKING.hooks.pop(optimizer, None)
-    if earlier is not None:
+    if (earlier := _TAKING.hooks.pop(optimizer, None)) is not None:
         earlier.remove()
     if _TAKING.depths.get(optimizer, 1) == 1:
         _TAKING.hooks[optimizer] = optimizer.register_step_pre_hook(_take)

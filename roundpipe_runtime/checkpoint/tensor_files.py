@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from yobx_flatten.errors import describe_class
 from yobx_flatten.errors.dependencies import require
@@ -36,12 +37,7 @@ def need_safetensors() -> None:
 
 
 def write_tensors(
-    folder: pathlib.Path,
-    stem: str,
-    tensors: Mapping[str, torch.Tensor],
-    shard_bytes: int,
-    part: int = 0,
-    parts: int = 1,
+    folder: pathlib.Path, stem: str, tensors: Mapping[str, Tensor], shard_bytes: int, part: int = 0, parts: int = 1
 ) -> None:
     """Write one safetensors file, or several files of about ``shard_bytes`` bytes with an index."""
     # tensors: tensors on the host by name; none shares memory with another
@@ -64,7 +60,7 @@ def write_tensors(
 
 
 @contextlib.contextmanager
-def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch.Tensor]]:
+def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, Tensor]]:
     """Yield the tensors that :func:`write_tensors` wrote; values are read from the file when they are accessed."""
     with contextlib.ExitStack() as files:
         found = {}
@@ -96,7 +92,7 @@ def names_in_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 # A tensor that contains tensors, such as an 8-bit moment, is stored as these tensors, with the name of its class.
 
 
-def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
+def encode(value: Any, path: str, tensors: MutableMapping[str, Tensor]) -> Any:
     """Encode a nested value for JSON; put its tensors into ``tensors``, under names made from their key paths.
 
     >>> encode({"step": 3, "betas": (0.9, float("inf"))}, "state", {})
@@ -108,7 +104,7 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         if not is_wrapper(value) or is_sharded(value):
             return {"$tensor": _put(value, path, tensors)}
         names, context = value.__tensor_flatten__()  # type: ignore[attr-defined] # of wrapper subclasses
@@ -136,7 +132,7 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
     )
 
 
-def decode(stored: Any, tensors: Mapping[str, torch.Tensor], *, largest_copy: int | None = None) -> Any:
+def decode(stored: Any, tensors: Mapping[str, Tensor], *, largest_copy: int | None = None) -> Any:
     """Decode a value that :func:`encode` encoded.
 
     >>> decode({'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}, {})
@@ -144,7 +140,7 @@ def decode(stored: Any, tensors: Mapping[str, torch.Tensor], *, largest_copy: in
     """
     # largest_copy: bytes of the largest tensor that is copied; larger tensors stay mapped. Default: all are copied.
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Tensor:
         tensor = tensors[name]
         return tensor.clone() if largest_copy is None or tensor.nbytes <= largest_copy else tensor
 
@@ -181,8 +177,8 @@ def _decode_parts(stored: Any, read: _Read) -> Any:
     return kind.__tensor_unflatten__(_decode(stored["parts"], read), rest["context"], rest["size"], rest["stride"])
 
 
-def _put(tensor: torch.Tensor, path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_sharded(tensor)
+def _put(tensor: Tensor, path: str, tensors: MutableMapping[str, Tensor]) -> str:
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) or is_sharded(tensor)
     if not is_plain or tensor.layout != torch.strided:
         raise CheckpointError(
             f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout}, and a checkpoint contains dense "
@@ -196,15 +192,15 @@ def _put(tensor: torch.Tensor, path: str, tensors: MutableMapping[str, torch.Ten
     return name
 
 
-def _encode_items(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[Any]:
+def _encode_items(value: Any, path: str, tensors: MutableMapping[str, Tensor]) -> list[Any]:
     return [encode(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
 
 
-def _encode_pairs(value: dict[Any, Any], path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[Any]:
+def _encode_pairs(value: dict[Any, Any], path: str, tensors: MutableMapping[str, Tensor]) -> list[Any]:
     return [[encode(key, path, tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
 
 
-_Writer = Callable[[Any, str, MutableMapping[str, torch.Tensor]], Any]
+_Writer = Callable[[Any, str, MutableMapping[str, Tensor]], Any]
 _WRITERS: dict[type, _Writer] = {
     dict: lambda value, path, tensors: {"$pairs": _encode_pairs(value, path, tensors)},
     list: _encode_items,
@@ -222,7 +218,7 @@ _WRITERS: dict[type, _Writer] = {
     torch.device: lambda value, path, tensors: {"$device": str(value)},
 }
 
-_Read = Callable[[str], torch.Tensor]  # the tensor of a name
+_Read = Callable[[str], Tensor]  # the tensor of a name
 
 
 def _dtype(name: str) -> torch.dtype:

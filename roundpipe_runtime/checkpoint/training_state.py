@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from yobx_flatten.files.document import read_document
 
@@ -48,8 +48,8 @@ class TrainingObjects:
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingState:
     texts: Mapping[str, str]  # contents of text files, by name
-    model: Mapping[str, torch.Tensor]  # tensors of the model, by name
-    training: Mapping[str, torch.Tensor]  # tensors of everything else
+    model: Mapping[str, Tensor]  # tensors of the model, by name
+    training: Mapping[str, Tensor]  # tensors of everything else
     shards: Mapping[str, DTensor]  # tensors that this process has a part of
 
     def write(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
@@ -71,7 +71,7 @@ class TrainingState:
 
 
 def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, Any], *, copy: bool) -> TrainingState:
-    weights: dict[str, torch.Tensor] = {}
+    weights: dict[str, Tensor] = {}
     state = {
         "model": collect_parameters(model, weights),
         "progress": collect_progress(model),
@@ -81,7 +81,7 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
         "data": dict(data),
         "random": random_state(),
     }
-    rest: dict[str, torch.Tensor] = {}
+    rest: dict[str, Tensor] = {}
     encoded = {key: encode(value, key, rest) for key, value in state.items()}
     texts = {f"{STEM}.json": json.dumps(encoded, allow_nan=False), **config_files(model)}
     shards = {name: tensor for name, tensor in rest.items() if is_sharded(tensor)}
@@ -95,8 +95,8 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
 
 
 def read_weights(
-    folder: pathlib.Path, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+    folder: pathlib.Path, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     like = {f"{_WEIGHTS}{name}": target for name, target in targets.items()}
     shards = read_shards(folder, lambda name: name.startswith(_WEIGHTS), like)
     found = {**tensors, **{name.removeprefix(_WEIGHTS): tensor for name, tensor in shards.items()}}
@@ -104,7 +104,6 @@ def read_weights(
 
 
 def _references(stored: Any) -> Iterator[str]:
-    """Yield the names of the tensors to which a nested stored value refers."""
     if isinstance(stored, dict):
         if "$tensor" in stored:
             yield stored["$tensor"]
@@ -121,7 +120,7 @@ def write_values(
     """Write nested values to ``{stem}.json``, tensors to ``{stem}.safetensors``, and sharded tensors to ``shards/``."""
     # ranks: processes that write together; all of them call it. Default: this process alone.
     ranks = ranks or CheckpointRanks()
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     encoded = {key: encode(value, key, tensors) for key, value in values.items()}
     shards = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
 
@@ -136,11 +135,7 @@ def write_values(
 
 
 def read_values(
-    folder: pathlib.Path,
-    stem: str,
-    only: Sequence[str] | None = None,
-    *,
-    targets: Mapping[str, torch.Tensor] | None = None,
+    folder: pathlib.Path, stem: str, only: Sequence[str] | None = None, *, targets: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
     """Read the nested values that :func:`write_values` wrote; ``only`` lists the keys to read."""
     # targets: parameters that optimizers update, by name; states, gradients and master weights of sharded parameters
@@ -168,7 +163,7 @@ def read_values(
         return {key: decode(value, read, largest_copy=largest) for key, value in wanted.items()}
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
+def _on_host(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
     """Return contiguous CPU tensors that share no memory, as safetensors files require."""
     found, seen = {}, set()
     for name, tensor in tensors.items():
@@ -221,7 +216,6 @@ def check_random_state(state: dict[str, Any]) -> None:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore stored states of random generators; states of accelerators that this machine lacks are skipped."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if (numpy := sys.modules.get("numpy")) is not None and "numpy" in state:
@@ -230,7 +224,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
         library.set_rng_state(generator, number)
 
 
-def _states_for_accelerators(state: dict[str, Any]) -> Iterator[tuple[Any, int, torch.Tensor]]:
+def _states_for_accelerators(state: dict[str, Any]) -> Iterator[tuple[Any, int, Tensor]]:
     stored, (kind, library) = state.get("accelerator"), _accelerator()
     if stored is not None and library is not None and kind == stored["type"]:
         for number, generator in enumerate(stored["states"][: library.device_count()]):
@@ -247,7 +241,7 @@ def _accelerator() -> tuple[str, Any]:
     return device.type, library
 
 
-def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the state of an optimizer, in which parameters are identified by name instead of number."""
     names = _names(optimizer, targets)
     state = optimizer.state_dict()
@@ -262,9 +256,7 @@ def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Te
     return {"class": type(optimizer).__name__, "param_groups": groups, "state": by_name, "rest": rest}
 
 
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
-) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, Tensor]) -> None:
     found, expected = [group["params"] for group in stored["param_groups"]], _names(optimizer, targets)
     own, saved = type(optimizer).__name__, stored["class"]
     if saved != own:
@@ -281,7 +273,7 @@ def check_optimizer(
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, Tensor]
 ) -> None:
     numbers: dict[str, int] = {}
     groups, all_names = [], _names(optimizer, targets)
@@ -296,12 +288,12 @@ def restore_optimizer(
         # torch casts the state to the dtype of its parameter: https://github.com/pytorch/pytorch/issues/43706
         for key, value in values.items():
             now = loaded.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
                 loaded[key] = value.to(now.device)
         hold_on_disk(optimizer, targets[name])
 
 
-def _names(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]) -> list[list[str]]:
+def _names(optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor]) -> list[list[str]]:
     called = {id(target): name for name, target in targets.items()}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):

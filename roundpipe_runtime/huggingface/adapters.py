@@ -28,7 +28,6 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the configuration of a model's text decoder, or of its text part; ``None`` without a configuration."""
     config = getattr(model, "config", None)
     find = getattr(config, "get_text_config", None)
     return config if find is None else find(decoder=True)

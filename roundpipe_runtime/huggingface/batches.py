@@ -292,10 +292,9 @@ _ROUNDING, _ROUNDING_16 = 1e-4, 2e-2
 
 def is_packed(kwargs: Mapping[str, Any]) -> bool:
     """Report whether a row has several texts: ``position_ids`` restart in the row, and no token is masked."""
-    positions = kwargs.get("position_ids")
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if not isinstance(positions, torch.Tensor) or positions.dim() < 2 or positions.shape[-1] < 3:
         return False
-    mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and not bool(mask.all()):
         return False
     begins = (positions[..., 1:-1] == 0) & (positions[..., :-2] != 0) & (positions[..., 2:] == 1)
@@ -372,20 +371,18 @@ def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
 
 def merge_with_loss(model: nn.Module, kwargs: Kwargs, outputs: list[PyTree]) -> PyTree:
     is_smoothed = kwargs[CALL_OPTIONS].smoothed_loss is not None
-    parts = [output for output, _, _ in outputs]
+    parts, items, rows = ([*column] for column in zip(*outputs, strict=True))
     losses = [loss for loss in map(model_loss.loss_of, parts) if loss is not None]
     first = parts[0]
     # the first value of a tuple is a loss only if there are labels
     named = first.get("loss") if isinstance(first, dict) else getattr(first, "loss", None)
     has_loss = len(losses) == len(parts) and (is_smoothed or model_loss.has_labels(model, kwargs) or named is not None)
-    items = [count for _, count, _ in outputs]
     if has_loss:
         check_weights(items, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
-    rows = [count for _, _, count in outputs]
     joined = join_outputs(parts, [float(count) for count in rows], rows)
     aux, routers = None, getattr(joined, "router_logits", None)
-    has_aux = routers is not None and getattr(first, "aux_loss", None) is not None
-    if has_aux and model_loss.has_router_logits(model, kwargs):
+    has_aux = model_loss.has_router_logits(model, kwargs) and getattr(first, "aux_loss", None) is not None
+    if has_aux and routers is not None:
         aux = model_loss.auxiliary_loss_of(model, tuple(routers), kwargs.get("attention_mask"))
     if aux is not None:
         joined["aux_loss"] = aux[0]

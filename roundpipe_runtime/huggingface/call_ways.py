@@ -71,15 +71,13 @@ class CutModel(RoundPipe):
     @property
     def model(self) -> nn.Module:
         """The submodule ``model`` of the wrapped model (a decoder without its head); else the wrapped model itself."""
-        whole_model = self.cut.model
-        inner = getattr(whole_model, "model", whole_model)
-        return inner if isinstance(inner, nn.Module) else whole_model
+        inner = getattr(self.cut.model, "model", None)
+        return inner if isinstance(inner, nn.Module) else self.cut.model
 
     @property
     def cut(self) -> Cut:
         """The split of the model into modules, and a report about the split and the way losses are computed."""
-        shown = self._rp_losses.shown if "_rp_losses" in self.__dict__ else ()
-        if not shown:
+        if not (shown := self._rp_losses.shown if "_rp_losses" in self.__dict__ else ()):
             return self._rp_cut
         report = dataclasses.replace(self._rp_cut.report, losses=tuple(shown))
         return dataclasses.replace(self._rp_cut, report=report)
@@ -258,8 +256,7 @@ class CutModel(RoundPipe):
                 "    with torch.no_grad(): model(..., use_cache=True)"
             )
         name, cache = name_in(kwargs) or cache_argument(self.cut.model), cache_of(kwargs)
-        cache = home(model_inside(self.cut.model)) if cache is None else cache
-        merge = config.merge_output
+        cache, merge = home(model_inside(self.cut.model)) if cache is None else cache, config.merge_output
         if name is None or cache is None or not has_layers(cache) or not callable(merge):
             made = "" if name is None else f"    model(..., {name}=DynamicCache(config=model.config))\n"
             raise ConfigError(

@@ -40,11 +40,9 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
     """Return the reason why a model cannot generate through its pipeline; ``None`` if a trial gives equal logits."""
-    inner = model_inside(cut.model)
     if cut.report.is_whole:
         return "it could not be split into layers"
-    cache = home(inner)
-    if cache is None:
+    if (cache := home(model_inside(cut.model))) is None:
         return "it has no cache of a known class"
     # a model may raise any error for a cache
     with torch.no_grad(), evaluating(cut.model):
@@ -72,8 +70,7 @@ def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> st
 
 
 _LOG = logging.getLogger(__name__)
-
-_ROWS = 2
+_ROWS = 2  # of a trial
 
 
 class GenerationPath:
@@ -96,8 +93,7 @@ class GenerationPath:
                 self._tried = True
                 # the code of a model may raise any error
                 trial = partial(self._reason_for_host, kwargs)
-                reason = result_or(trial, lambda error: f"{type(error).__name__}: {error}")
-                if reason is not None:
+                if (reason := result_or(trial, lambda error: f"{type(error).__name__}: {error}")) is not None:
                     _LOG.info("%s runs on the host in generate: %s", type(self.model).__name__, reason)
                     self.close()
             return self.model.forward(**kwargs) if self._pipeline is None else self._pipeline.forward(**kwargs)

@@ -210,9 +210,7 @@ class LongRows:
                 f"{type(module).__name__} attends to {window} tokens of a row of {total}, but LongRows supports "
                 "attention to all tokens only. Train this model with wrap_model_to_roundpipe."
             )
-        strange = [
-            name for name, given in options.items() if name not in _PASSED_ON and isinstance(given, torch.Tensor)
-        ]
+        strange = [n for n, given in options.items() if n not in _PASSED_ON and isinstance(given, torch.Tensor)]
         if strange or not getattr(module, "is_causal", True) or attention_mask is not None:
             found = ", ".join(strange) or ("a mask" if attention_mask is not None else "tokens that see later ones")
             raise ConfigError(
@@ -250,7 +248,6 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torc
 
 
 _PERIOD = 0.0002  # seconds between two polls of an unfinished exchange
-
 
 # Sequence parallelism (Jacobs et al., *DeepSpeed Ulysses*, 2023): ranks exchange tokens for heads.
 #

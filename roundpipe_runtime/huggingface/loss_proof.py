@@ -42,8 +42,7 @@ from .cutting.stub import Key
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, split_options
 from .loss.own_loss import counting, has_auxiliary_loss, label_names, loss_of, with_loss_weight, without_auxiliary_loss
 
-# The fewest rows that split into two parts of different sizes.
-_ROWS = 3
+_ROWS = 3  # the fewest rows that split into two parts of different sizes
 
 
 class PieceRows:
@@ -130,9 +129,7 @@ class PieceRows:
         # copies, because `join` does not concatenate a tensor with itself
         rows = [pytree.tree_map_only(torch.Tensor, torch.clone, held) for _ in range(3)]
         args, kwargs, label = join(rows, [1, 1, 1], rows=[1, 1, 1])
-        if options is not None:
-            kwargs = {**kwargs, CALL_OPTIONS: options}
-        few = FlatBatch.of(args, kwargs, label)
+        few = FlatBatch.of(args, kwargs if options is None else {**kwargs, CALL_OPTIONS: options}, label)
         return few, self._split_again(few, config)
 
     def few_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
@@ -142,8 +139,7 @@ class PieceRows:
 
     def some_rows(self, batch: FlatBatch, config: RoundPipeRunConfig, most: int = _ROWS) -> Iterator[RowTrial]:
         """Yield sets of a few rows of the batch; raise `CannotJoinError` if the batch cannot be split into rows."""
-        counts = [one.rows for one in self.engine.split(batch, config)]
-        if None in counts:
+        if None in (counts := [one.rows for one in self.engine.split(batch, config)]):
             raise CannotJoinError("it is not clear how many rows a microbatch has")
         in_few = dataclasses.replace(config, num_microbatch=math.ceil(sum(count or 0 for count in counts) / most))
         is_cut = False

@@ -36,14 +36,11 @@ from .loss_proof import LossOfModel
 
 _LOG = logging.getLogger(__name__)
 
-# Modules below this many bytes gain nothing from microbatches.
-_LOWER_THRESHOLD = 16 * 1024
-
 
 def wrap_model_to_roundpipe(
     model: nn.Module,
     use_sequential_preset: bool | None = None,
-    lower_threshold: int = _LOWER_THRESHOLD,
+    lower_threshold: int = 16 * 1024,  # smaller models gain nothing from microbatches
     upper_threshold: int | None = None,
     skip_modules: Container[nn.Module] = (),
     override_config: Mapping[nn.Module, RoundPipeRunConfig] | None = None,
@@ -236,8 +233,7 @@ class WrappedModel(CutModel):
 
     @functools.cached_property
     def _rp_host_reason(self) -> str | None:
-        reason = reason_for_host(self.cut, self.forward)
-        if reason is not None:
+        if (reason := reason_for_host(self.cut, self.forward)) is not None:
             _LOG.info("%s generates on the host: %s", self.cut.report.model, reason)
         return reason
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from yobx_flatten.private_names.of_torch import norm_and_scaling
 
@@ -45,7 +45,7 @@ class DiskStore(ParameterStore):
         super().__init__(model, optim_dtype)
         self.memory = memory
         self._layers = list(layers)
-        self._states: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._states: dict[int, list[weakref.ref[Tensor]]] = {}
         self._landing = LandingQueue("disk landing")
         self._has_stepped = False  # since parameters and master weights were compared
         needed = 0  # bytes of parameters, master weights and gradients, each in whole pages
@@ -74,10 +74,10 @@ class DiskStore(ParameterStore):
                 parameter.data = self.memory.copy(("weight", name), parameter)
                 self.memory.leave([parameter])
 
-    def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
+    def _copier(self) -> Callable[[nn.Parameter, torch.dtype], Tensor]:
         memory = self.memory
 
-        def copy(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        def copy(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
             if not _can_move(parameter):  # such as an empty parameter
                 return parameter.detach().to(dtype, copy=True)
             made = memory.copy(("master", id(parameter)), parameter, dtype)
@@ -94,8 +94,8 @@ class DiskStore(ParameterStore):
 
     def land(self, layer: int, gradients: Landed) -> Landed:
         """Start to write gradients to the disk; return the tensors on the disk, with events for their completion."""
-        moves: collections.deque[tuple[torch.Tensor, Event, torch.Tensor]] = collections.deque()
-        places: dict[nn.Parameter, torch.Tensor] = {}
+        moves: collections.deque[tuple[Tensor, Event, Tensor]] = collections.deque()
+        places: dict[nn.Parameter, Tensor] = {}
         found: Landed = {}
         for parameter, (gradient, ready) in gradients.items():
             if is_dense(gradient):
@@ -118,7 +118,7 @@ class DiskStore(ParameterStore):
     def wait_landed(self) -> None:
         self._landing.wait()
 
-    def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
+    def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, Tensor]]) -> None:
         if any(is_watched(self._masters[n].tensor if n in self._masters else p) for n, p in self._listed()):
             super().add_gradients(gradients)  # hooks see the gradients of all layers in one backward
             return
@@ -176,7 +176,7 @@ class DiskStore(ParameterStore):
     def updating(self, contents: Sequence[LayerContents]) -> AtHand:
         held = {layer.index: (_on_host(layer), self.targets(layer.parameters())) for layer in contents}
 
-        def of_layer(layer: int) -> list[torch.Tensor]:
+        def of_layer(layer: int) -> list[Tensor]:
             parameters, targets = held[layer]
             gradients = [target.grad for target in targets if target.grad is not None]
             refs = [ref for target in targets for ref in self._states.get(id(target), ())]
@@ -185,7 +185,7 @@ class DiskStore(ParameterStore):
 
         return LayersAtHand(self.memory, [layer.index for layer in contents], of_layer, written=True)
 
-    def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
+    def hold_state(self, target: Tensor, state: dict[str, Any]) -> None:
         keys = [key for key, value in state.items() if _is_state(value)]
         for key in keys:
             if not self.memory.holds(state[key]):
@@ -209,14 +209,14 @@ class DiskStore(ParameterStore):
             if not is_left:
                 self.memory.leave([parameter, master.tensor])
 
-    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+    def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         for name, value in masters.items():
             super().load_masters({name: value})
             if name in self._masters:
                 self.memory.leave([self._masters[name].tensor])
             page_out(value)
 
-    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def load_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         for name, value in gradients.items():
             super().load_gradients({name: value})
             page_out(value)
@@ -243,7 +243,7 @@ def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return optimizer
 
 
-def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
+def hold_on_disk(optimizer: Any, target: Tensor) -> None:
     """Move optimizer state to the disk if its parameter is on a disk, for example after loading a checkpoint."""
     state = getattr(optimizer, "state", {}).get(target)
     for store in list(_STORES):
@@ -255,17 +255,17 @@ def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
                 page_out(tensor)
 
 
-def _on_host(contents: LayerContents) -> list[torch.Tensor]:
+def _on_host(contents: LayerContents) -> list[Tensor]:
     return [parameter for parameter in contents.parameters() if _can_move(parameter)]
 
 
-def _can_move(parameter: torch.Tensor) -> bool:
+def _can_move(parameter: Tensor) -> bool:
     data = parameter.data
-    return type(data) is torch.Tensor and data.device.type == "cpu" and data.numel() > 0 and is_dense(data)
+    return type(data) is Tensor and data.device.type == "cpu" and data.numel() > 0 and is_dense(data)
 
 
 def _is_state(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.nbytes >= _SMALLEST and value.device.type == "cpu" and is_dense(value)
+    return type(value) is Tensor and value.nbytes >= _SMALLEST and value.device.type == "cpu" and is_dense(value)
 
 
 def _paged(nbytes: int) -> int:
@@ -283,33 +283,26 @@ def clip_by_parts() -> None:
 
     @functools.wraps(whole_norm)
     def norm(
-        tensors: torch.Tensor | Iterable[torch.Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         # torch sorts tensors by device and dtype first, so only tensors of one device and dtype keep their order
         if len({(one.device, one.dtype) for one in given}) != 1 or all(disk_of(one) is None for one in given):
-            return cast(torch.Tensor, whole_norm(given, norm_type, error_if_nonfinite, foreach))
+            return cast(Tensor, whole_norm(given, norm_type, error_if_nonfinite, foreach))
         groups, norms = in_groups(given), []
         with torch.no_grad():
             for number in passing(groups, written=False):
                 norms += [torch.linalg.vector_norm(one, float(norm_type)) for one in groups[number]]
-            total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+            total: Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         if error_if_nonfinite and not total.isfinite():
             total = whole_norm(given, norm_type, error_if_nonfinite, foreach)  # raises torch's error
         return total
 
     @functools.wraps(whole_scaling)
     def scale(
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        max_norm: float,
-        total_norm: torch.Tensor,
-        *rest: Any,
-        **how: Any,
+        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, *rest: Any, **how: Any
     ) -> None:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         owners = {id(one.grad): one for one in given if one.grad is not None}
         gradients = [one.grad for one in owners.values() if one.grad is not None]
         if all(disk_of(one) is None for one in gradients):
@@ -332,12 +325,7 @@ class LayersAtHand:
     # written: whether the tensors may be changed while they are used
 
     def __init__(
-        self,
-        memory: DiskMemory,
-        order: Sequence[int],
-        tensors_of: Callable[[int], list[torch.Tensor]],
-        *,
-        written: bool,
+        self, memory: DiskMemory, order: Sequence[int], tensors_of: Callable[[int], list[Tensor]], *, written: bool
     ) -> None:
         self._memory, self._order, self._tensors_of, self._written = memory, order, tensors_of, written
         self._places: dict[int, collections.deque[int]] = {}

@@ -202,9 +202,9 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 def _looks_up(slot: ParameterSlot) -> bool:
-    owner = slot.owner
-    is_weight = isinstance(owner, nn.Embedding) and slot.name == "weight"
-    return is_weight and owner.max_norm is None and not owner.scale_grad_by_freq and not owner.sparse
+    if not isinstance(owner := slot.owner, nn.Embedding) or slot.name != "weight":
+        return False
+    return owner.max_norm is None and not owner.scale_grad_by_freq and not owner.sparse
 
 
 def rule_for(

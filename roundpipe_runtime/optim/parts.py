@@ -160,13 +160,8 @@ def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 # Parameters of a group in a trial: two of the same shape, one without a gradient, and one of another shape.
 _STAND_INS = 4
-_GROUPS = 8
-_WIDEST = 6
-_STEPS = 2
-
-# Seconds to wait for the random generator, which a layer holds during its call.
-_PATIENCE = 10.0
-
+_GROUPS, _WIDEST, _STEPS = 8, 6, 2
+_PATIENCE = 10.0  # seconds to wait for the random generator, which a layer holds during its call
 _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
 

@@ -61,7 +61,6 @@ class LayerReadiness:
         self.version += done
 
     def hold(self, version: int) -> None:
-        """Count a pipeline call that reads the given version of the parameters, now or later."""
         _require(version >= self.version, f"version {version} is gone", self)
         self.holds[version] = self.holds.get(version, 0) + 1
 

@@ -113,18 +113,14 @@ class _Taking(threading.local):
 
 
 _TAKING = _Taking()
-
 # Optimizers with a running step: the thread, and an event that is set when the step has ended.
 _UNDER_WAY: weakref.WeakKeyDictionary[Optimizer, tuple[int, threading.Event]] = weakref.WeakKeyDictionary()
 _WATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
 # Attribute of an optimizer that runs a part of another optimizer's step; its own steps are not taken over.
 PART = "_roundpipe_part"
-
 _counted = 0
-
-# Takers of the steps that no `taking_over` block takes over.
-_OTHERWISE: list[Taker] = []
+_OTHERWISE: list[Taker] = []  # takers of the steps that no `taking_over` block takes over
+_OWN: set[Hook] = set()  # hooks of this package after a step, which read no gradient
 
 
 def number_of_steps() -> int:
@@ -142,10 +138,6 @@ def dtype_of_gradient(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype that torch accepts for ``tensor.grad``."""
     chosen: torch.dtype | None = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
     return chosen or tensor.dtype
-
-
-# Hooks of this package after a step, which read no gradient.
-_OWN: set[Hook] = set()
 
 
 @functools.cache

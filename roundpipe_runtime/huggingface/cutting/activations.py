@@ -104,12 +104,10 @@ def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[
 
 def _contents(state: CutState) -> dict[Any, torch.Tensor]:
     # the key of a tensor inside a list or dictionary: number of the container, and path of the tensor in it
-    found: dict[Any, torch.Tensor] = dict(state.values)
-    for number, content in state.boxes.items():
-        for path, leaf in pytree.tree_flatten_with_path(content)[0]:
-            if isinstance(leaf, torch.Tensor):
-                found[number, pytree.keystr(path)] = leaf
-    return found
+    boxes = [(number, pytree.tree_flatten_with_path(content)[0]) for number, content in state.boxes.items()]
+    held = [(number, path, leaf) for number, leaves in boxes for path, leaf in leaves]
+    inside = {(n, pytree.keystr(path)): leaf for n, path, leaf in held if isinstance(leaf, torch.Tensor)}
+    return {**state.values, **inside}
 
 
 class _Names:

@@ -208,7 +208,9 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
             made_args, made = [part.args for part in parts], [part.kwargs for part in parts]
         caches = [cache]
         if len(made) > 1:
-            rows = [_rows(one, named) for one, named in zip(made_args, made, strict=True)]
+            names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+            given = [[*map(named.get, names), *one] for one, named in zip(made_args, made, strict=True)]
+            rows = [next(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor)) for leaves in given]
             # an additional tensor gives the batch size, because an empty cache has no tensor
             values = {"held": cache.before(), "rows": torch.zeros(sum(rows))}
             with register_flattening_functions(patch_transformers=True):
@@ -216,12 +218,6 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
         return made_args, [{**named, name: held} for named, held in zip(made, caches, strict=True)]
 
     return split_input
-
-
-def _rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-    named = [kwargs.get(name) for name in names]
-    return next(value.shape[0] for value in [*named, *args] if isinstance(value, torch.Tensor))
 
 
 def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> None:

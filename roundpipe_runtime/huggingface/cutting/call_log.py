@@ -180,9 +180,7 @@ class Observed:
 
 def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[list[Observed], Any]:
     seen: list[Observed] = []
-    names: dict[int, str] = {}
-    for name, layer in layers.items():
-        names.setdefault(id(layer), name)
+    names = {id(layer): name for name, layer in reversed(layers.items())}  # a shared layer has its first name
 
     def hook(module: nn.Module, args: Any, kwargs: Any, out: PyTree) -> None:
         inputs = tensors_of((args, kwargs))

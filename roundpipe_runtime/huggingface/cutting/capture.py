@@ -28,8 +28,7 @@ _SELECTION = "_hidden_states_layers"
 
 def _collector() -> Any:
     """Return the context variable with the dictionary to which hooks add outputs; ``None`` without transformers."""
-    module = sys.modules.get(_MODULE)
-    if module is None:
+    if (module := sys.modules.get(_MODULE)) is None:
         return COLLECTOR if is_old() else None
     return module._active_collector
 
@@ -88,8 +87,7 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 def install_hooks(model: nn.Module) -> None:
     """Install transformers' hooks on the layers of a model before its first forward; the hooks capture outputs."""
     # transformers itself would install hooks in the first forward, but that runs a copy of the model without layers
-    module = sys.modules.get(_MODULE)
-    if module is None:
+    if (module := sys.modules.get(_MODULE)) is None:
         for part in _decorated(model) if is_old() else ():
             for key, recorders in _recorders(part).items():
                 for recorder, (name, inner) in itertools.product(recorders, list(part.named_modules())):

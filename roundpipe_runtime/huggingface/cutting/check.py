@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from yobx_flatten import leaves
 from yobx_flatten.core.compare import tolerance
@@ -53,8 +52,7 @@ def check_equivalence(
     least = 0.1 * max(map(typical, plain.digests.values()), default=0.0)
     worst, name = 0.0, ""
     for key in sorted({*plain.digests, *found.digests}):
-        apart = distance(found.digests.get(key), plain.digests.get(key), least)
-        if apart > worst:
+        if (apart := distance(found.digests.get(key), plain.digests.get(key), least)) > worst:
             worst, name = apart, key
     result = Equivalence(worst_output, worst, name, len(plain.digests))
     limit, of_gradients = (tolerance(kind, *(p.dtype for p in model.parameters())) for kind in ("layers", "gradients"))
@@ -132,8 +130,7 @@ def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
 
 
 # Gradients are kept whole in a model of at most this many bytes, or with at most this many elements.
-_SMALL = 2**26
-_WHOLE = 2**10
+_SMALL, _WHOLE = 2**26, 2**10
 
 
 class Gradients:
@@ -202,8 +199,7 @@ def _collecting(
     # each gradient of `place` is added to the digest of `parameter`, then dropped
     if not (place.requires_grad and place.is_leaf):
         return contextlib.nullcontext()
-    handle: RemovableHandle = place.register_post_accumulate_grad_hook(functools.partial(_collect, found, parameter))
-    return handle
+    return place.register_post_accumulate_grad_hook(functools.partial(_collect, found, parameter))
 
 
 def _collect(found: Gradients, parameter: nn.Parameter, place: torch.Tensor) -> None:

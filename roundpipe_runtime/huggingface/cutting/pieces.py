@@ -93,8 +93,7 @@ class Phase(nn.Module):
         except NeedsValue as needs:
             needed = needs.key
         else:
-            waiting = first_placeholder(pytree.tree_leaves(output))
-            if waiting is None:
+            if (waiting := first_placeholder(pytree.tree_leaves(output))) is None:
                 output = swapped(output, session.held)
                 return Finished(output if state.call[1].get("use_cache") else without_caches(output))
             needed = waiting.key
@@ -165,8 +164,7 @@ class LayerCall(nn.Module):
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
         """Call the layer; return the new state, and which entries it read from KV caches that the model created."""
-        spec = state.call_log.calls.get(self.place)
-        if spec is None:
+        if (spec := state.call_log.calls.get(self.place)) is None:
             return state, frozenset()
         values, boxes = state.values, dict(state.boxes)
         # boxes are built anew, so that the layer writes neither to the state nor to the box of another call
@@ -302,8 +300,7 @@ class PhaseSession:
         return found
 
     def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
-        earlier = self.program.calls[place].layer
-        if earlier != layer:
+        if (earlier := self.program.calls[place].layer) != layer:
             raise BatchStructureError(
                 f"The model called {layer} where it called {earlier} before: its forward is not deterministic."
             )

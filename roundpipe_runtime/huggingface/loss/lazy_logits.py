@@ -109,8 +109,7 @@ class LazyLogits(torch.Tensor):
         if func in _FORM:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = _lazy(func, args, kwargs)
-        if found is not None:
+        if (found := _lazy(func, args, kwargs)) is not None:
             return found
         args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs))
         return func(*args, **kwargs)
@@ -237,8 +236,7 @@ def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
 def without_logits(model: nn.Module, output: PyTree) -> PyTree:
     """Return the output with ``None`` instead of logits over the vocabulary; a mapping is changed in place."""
     # logits of few rows are computed, and the outputs of all microbatches must have the same structure
-    weight = weight_of_head(model)
-    if weight is None:
+    if (weight := weight_of_head(model)) is None:
         return output
     classes = weight.shape[0]
 

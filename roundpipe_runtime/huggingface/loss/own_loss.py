@@ -152,11 +152,9 @@ def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    first = [kwargs.get(name) for name in ("labels", "input_ids", "inputs_embeds", "decoder_input_ids")]
-    for value in (*first, *args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value.shape[0]
-    return 1
+    first = map(kwargs.get, ("labels", "input_ids", "inputs_embeds", "decoder_input_ids"))
+    values = (*first, *args, *kwargs.values())
+    return next((value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim()), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +166,7 @@ class ShareOfOwnLoss:
 
 
 def own_loss(outputs: PyTree, labels: Any) -> Any:
-    loss = loss_of(outputs)
-    if loss is None:
+    if (loss := loss_of(outputs)) is None:
         raise LossError(
             "The model returned no loss. Give the model labels, or give forward_backward a loss_fn:\n"
             '    forward_backward(input_kwargs={**batch, "labels": labels})'
@@ -207,8 +204,7 @@ def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
 def auxiliary_loss_of(model: nn.Module, routers: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> Any:
     """Return the auxiliary loss of router logits, and its contribution to the model's loss; ``None`` without one."""
     # routers: one tensor per layer, with a row per token
-    function = _balancing_function(model)
-    if function is None:
+    if (function := _balancing_function(model)) is None:
         return None
     count = _setting(model, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
     aux = function(routers, count, _setting(model, ("num_experts_per_tok", "moe_top_k", "moe_k")), mask)
@@ -216,12 +212,9 @@ def auxiliary_loss_of(model: nn.Module, routers: tuple[torch.Tensor, ...], mask:
 
 
 def _balancing_function(model: nn.Module) -> Callable[..., Any] | None:
-    for kind in type(model_inside(model)).__mro__:
-        found = getattr(sys.modules.get(kind.__module__), "load_balancing_loss_func", None)
-        if found is not None:
-            function: Callable[..., Any] = found
-            return function
-    return None
+    modules = (sys.modules.get(kind.__module__) for kind in type(model_inside(model)).__mro__)
+    functions = (getattr(module, "load_balancing_loss_func", None) for module in modules)
+    return next((function for function in functions if function is not None), None)
 
 
 def _coefficient(model: nn.Module) -> float:
@@ -229,9 +222,6 @@ def _coefficient(model: nn.Module) -> float:
 
 
 def _setting(model: nn.Module, names: Sequence[str]) -> Any:
-    for holder in (model_inside(model), text_config(model), getattr(model, "config", None)):
-        for name in names:
-            value = getattr(holder, name, None)
-            if isinstance(value, (int, float)):
-                return value
-    return None
+    holders = (model_inside(model), text_config(model), getattr(model, "config", None))
+    values = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((value for value in values if isinstance(value, (int, float))), None)

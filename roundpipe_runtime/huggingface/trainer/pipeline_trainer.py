@@ -79,7 +79,6 @@ class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as u
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: object) -> str:
-        """Return the folder that contains the checkpoints, or a temporary folder while a checkpoint is written."""
         return str(self._rp_writing_to or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: object, trial: object, *args: object, **kwargs: object) -> None:
@@ -161,7 +160,6 @@ class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as u
         return wrap(example=self._rp_example(), **self._rp_options)
 
     def _rp_example(self) -> Kwargs | None:
-        """Return the first two rows of the training data; ``None`` for data without an index."""
         data = self.train_dataset
         if not hasattr(data, "__getitem__"):
             return None

@@ -186,8 +186,7 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
             raise CheckpointError(f'{file} is a file. Checkpoints need a folder:\n    save_checkpoint("{path}", model)')
         folder.mkdir(parents=True, exist_ok=True)
         flush_folder(folder.parent)
-    let_go = hold(folder / ".writing")
-    if let_go is None:
+    if (let_go := hold(folder / ".writing")) is None:
         raise CheckpointError(
             f"Another process is writing a checkpoint into {folder}. Give each training its own folder."
         )

@@ -50,8 +50,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: pathlib.Path, writing: Future[None] | None = None) -> None:
-        self.path = path
-        self._writing = writing
+        self.path, self._writing = path, writing
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -224,9 +223,6 @@ def _finish(folder: pathlib.Path, writing: Future[None] | None) -> None:
     finally:
         if is_done(writing) and _PENDING.get(folder) is writing:  # an interruption ends the wait, and not the writing
             _PENDING.pop(folder, None)
-
-
-# -- loading ---------------------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(

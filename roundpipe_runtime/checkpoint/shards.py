@@ -191,8 +191,7 @@ class CheckpointRanks:
 
     def on_first(self, work: Callable[[], _Result]) -> _Result:
         """Call ``work`` in the first process only; all processes return its result, or raise its error."""
-        found = self.together(lambda: work() if self.rank == 0 else None)
-        first: _Result = self.exchange(found)[0]
+        first: _Result = self.exchange(self.together(lambda: work() if self.rank == 0 else None))[0]
         return first
 
 

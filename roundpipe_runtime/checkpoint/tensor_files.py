@@ -186,8 +186,7 @@ def _put(tensor: Tensor, path: str, tensors: MutableMapping[str, Tensor]) -> str
         )
     name, count = path, 1
     while name in tensors:  # {"a.b": x, "a": {"b": y}}
-        count += 1
-        name = f"{path}~{count}"
+        name, count = f"{path}~{count + 1}", count + 1
     tensors[name] = tensor.detach()
     return name
 

@@ -53,7 +53,6 @@ class TrainingState:
     shards: Mapping[str, DTensor]  # tensors that this process has a part of
 
     def write(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
-        # shard_bytes: largest number of bytes of a file, unless one tensor is larger
         def write_own() -> None:
             if not folder.is_dir():
                 raise CheckpointError(

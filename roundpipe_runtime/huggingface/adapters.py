@@ -33,15 +33,13 @@ def text_config(model: nn.Module) -> Any:
     return config if find is None else find(decoder=True)
 
 
-_LENGTH = 12
-_PADDING = 3
+_LENGTH, _PADDING = 12, 3
 _LARGEST_TOKEN = 100  # larger ids may be image tokens
 
 
 def random_tokens(model: nn.Module, rows: int, length: int) -> torch.Tensor:
     """Return random token ids of at most 99, which are equal in each call."""
-    vocabulary = getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN
-    high = min(vocabulary, _LARGEST_TOKEN)
+    high = min(getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN, _LARGEST_TOKEN)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(min(5, high - 1), high, (rows, length), generator=generator)
 

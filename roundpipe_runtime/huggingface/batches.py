@@ -41,9 +41,7 @@ _PACKED = (
     ("pixel_values", "image_grid_thw", ("image_token_id", "image_token_index")),
     ("pixel_values_videos", "video_grid_thw", ("video_token_id", "video_token_index")),
 )
-
-# The memories of XLNet have the rows on axis 1: (length, rows, width).
-_ROWS_SECOND = "outputs['mems']"
+_ROWS_SECOND = "outputs['mems']"  # memories of XLNet have the rows on axis 1: (length, rows, width)
 
 
 def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
@@ -68,8 +66,7 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
         for values, grid, token in packed:
             patches = given[grid].prod(-1)
             places = (tokens == token).sum(-1).tolist() if token is not None else []
-            each = _tokens_per_picture(given[grid], sum(places), merge)
-            if each is None:
+            if (each := _tokens_per_picture(given[grid], sum(places), merge)) is None:
                 raise SplitError(
                     f"kwargs['{grid}']: {int(patches.sum())} patches do not fit the {sum(places)} image tokens of the "
                     "rows. Pass the arguments that the model's processor returns."
@@ -178,8 +175,7 @@ def _joined(name: str, column: Sequence[Any], *, counts: Sequence[int] = (), are
     """Join the values of one output, which are ``None`` for microbatches without images."""
     # counts: number of images in each microbatch; empty if not known
     # are_alike: whether all microbatches have the same images
-    present = _present(column)
-    if not present:
+    if not (present := _present(column)):
         return None
     if all(isinstance(value, dict) for value in present):
         columns = ([value.get(key) for value in present] for key in ("pooler_output", "last_hidden_state"))

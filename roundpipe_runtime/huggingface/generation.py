@@ -80,10 +80,8 @@ class GenerationPath:
     """
 
     def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
-        self.model = model
-        self._wrap = wrap
+        self.model, self._wrap, self._tried = model, wrap, False
         self._pipeline: Any = None
-        self._tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with with_own_forwards(self.model):

@@ -37,6 +37,7 @@ from .wrap import WrappedModel, wrap_model_to_roundpipe
 _NAMES = itertools.count()
 _TAKEN = ("input_ids", "attention_mask", "labels")
 _IGNORED = -100
+_PERIOD = 0.0002  # seconds between two polls of an unfinished exchange
 # The loss of each rank is divided by the tokens of the whole batch, so losses of ranks are added.
 _SHARE = CallOptions(weight_by="sum")
 # Tensors that do not change the result of attention; any other tensor may have a value for each head or token.
@@ -246,8 +247,6 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torc
         found = model(**{**batch, "use_cache": False})
     return found.logits, found.loss
 
-
-_PERIOD = 0.0002  # seconds between two polls of an unfinished exchange
 
 # Sequence parallelism (Jacobs et al., *DeepSpeed Ulysses*, 2023): ranks exchange tokens for heads.
 #

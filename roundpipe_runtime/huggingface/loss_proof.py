@@ -69,8 +69,7 @@ class PieceRows:
             # the rows may be unknown, or the model may fail on a few rows
             with self._trial_engine() as engine, contextlib.suppress(CannotJoinError, CannotTryError):
                 trials, tried = self.some_rows(batch, config), list[RowTrial]()
-                found = first_that_mixes(engine, trials, config, number, tried, _leaves)
-                if found is not None:
+                if (found := first_that_mixes(engine, trials, config, number, tried, _leaves)) is not None:
                     self._mixing[kind] = GradientTrial(found)
                 elif self._compared[kind] % 2:  # calls 1, 4, 16, ...
                     # `compare_gradients` gives the largest number of rows
@@ -187,9 +186,7 @@ def _leaves(output: Any) -> Sequence[object]:
 
 # Labels that losses ignore: torch's default; and a position after the end of any text, for question answering.
 _IGNORED = (-100, 10**6)
-
 _ALL: Sequence[Way] = ("items", "rows", "sum")
-
 # Errors of a model that rejects a few rows of a batch; errors about the whole batch are raised by the call itself.
 _REFUSED = (RoundPipeError, RuntimeError, ValueError, IndexError, TypeError, KeyError)
 

@@ -68,11 +68,8 @@ class PlannedTraining:
                 "A plan is made for a model on the meta device, so that no memory is allocated:\n"
                 '    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)'
             )
-        self.model = model
-        self.hardware = hardware
-        self.optim_dtype = optim_dtype
-        self.host: Literal["memory", "disk"] = host
-        self.update: Update = update
+        self.model, self.hardware, self.optim_dtype = model, hardware, optim_dtype
+        self.host, self.update = host, update
         self._measured: dict[tuple[int, int, int], list[LayerFootprint]] = {}
         try:
             with device_kernels(hardware.kind):

@@ -20,8 +20,7 @@ from .cutting.call_log import candidates
 FewBits: TypeAlias = Literal["nf4", "fp4", "int8"]
 """Quantized formats: ``"nf4"`` and ``"fp4"`` (bitsandbytes, 4 bits with 8-bit scales), and ``"int8"`` (torchao)."""
 
-# Weights per scale, as in QLoRA (Dettmers et al., 2023, arXiv 2305.14314).
-_BLOCK = 64
+_BLOCK = 64  # weights per scale, as in QLoRA (Dettmers et al., 2023, arXiv 2305.14314)
 
 
 def quantize_frozen(
@@ -54,8 +53,7 @@ def quantize_frozen(
     if kind not in get_args(FewBits):
         raise ConfigError(f"quantize_frozen: kind must be one of {', '.join(get_args(FewBits))}, found {kind!r}.")
     require("torchao" if kind == "int8" else "bitsandbytes", purpose=kind, extra="quantized")
-    chosen = dict(linear_layers(model))
-    if not chosen:
+    if not (chosen := dict(linear_layers(model))):
         raise ConfigError(f"quantize_frozen: {type(model).__name__} has no linear layer in a ModuleList or Sequential.")
     buffers = [(path, one) for path, one in model.named_buffers(remove_duplicate=False) if one.is_meta]
     if weights and (unread := {path for path, _ in buffers}.difference(model.state_dict())):

@@ -450,7 +450,6 @@ class WholeBatchLoss:
     def compute(
         self, groups: Sequence[Sequence[PyTree]], own: Sequence[int], stated: Sequence[dict[str, Any] | None]
     ) -> tuple[Any, PyTree]:
-        """Return the loss of the batch, and the joined output of the rows of this process."""
         here = [group for group in groups if group]
         if not here:
             return None, None

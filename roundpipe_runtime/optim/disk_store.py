@@ -43,8 +43,7 @@ class DiskStore(ParameterStore):
         self, model: nn.Module, memory: DiskMemory, layers: Sequence[nn.Module], optim_dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(model, optim_dtype)
-        self.memory = memory
-        self._layers = list(layers)
+        self.memory, self._layers = memory, list(layers)
         self._states: dict[int, list[weakref.ref[Tensor]]] = {}
         self._landing = LandingQueue("disk landing")
         self._has_stepped = False  # since parameters and master weights were compared
@@ -86,8 +85,6 @@ class DiskStore(ParameterStore):
             return made
 
         return copy
-
-    # -- a run -------------------------------------------------------------------------------------------------------
 
     def at_hand(self, contents: Sequence[LayerContents], order: Sequence[int]) -> AtHand:
         return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
@@ -134,8 +131,6 @@ class DiskStore(ParameterStore):
 
     def show_gradients(self) -> None:
         """Do nothing: the gradients stay on the disk, because copies might not fit into memory."""
-
-    # -- a step ------------------------------------------------------------------------------------------------------
 
     def owns(self, optimizer: Optimizer) -> bool:
         mine = {id(parameter) for _, parameter in self._listed()}
@@ -191,8 +186,6 @@ class DiskStore(ParameterStore):
             if not self.memory.holds(state[key]):
                 state[key] = self.memory.copy(("state", id(target), key), state[key])
         self._states[id(target)] = [weakref.ref(state[key]) for key in keys]
-
-    # -- parameters and master weights -------------------------------------------------------------------------------
 
     def publish(self, *, stepped: bool = False) -> None:
         """Make parameters and master weights equal, unless an optimizer step by layers has already made them equal."""
@@ -275,8 +268,7 @@ def _paged(nbytes: int) -> int:
 @functools.cache
 def clip_by_parts() -> None:
     """Let ``clip_grad_norm_`` of torch read gradients on a disk a few at a time, with bitwise identical results."""
-    found = norm_and_scaling()
-    if found is None:  # another torch, which reads all gradients into memory at once
+    if (found := norm_and_scaling()) is None:  # another torch, which reads all gradients into memory at once
         return
     module, *names = found
     whole_norm, whole_scaling = (getattr(module, name) for name in names)

@@ -63,8 +63,6 @@ class InBackwardStore(ParameterStore):
             f"to clip. Keep the gradients until the step:\n    {_IN_PLACE}"
         )
 
-    # -- a run -------------------------------------------------------------------------------------------------------
-
     def begin_run(self, contents: Sequence[LayerContents]) -> None:
         self._current = None
         self.check_whole()

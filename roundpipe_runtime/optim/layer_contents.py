@@ -26,8 +26,7 @@ from ..device.transfer import sent_dtype, sent_nbytes
 from ..device.worker import free_after_fork
 from ..errors import ConfigError, StageError
 
-# Slices of a table that are on a device at once: one is computed with, and one is copied.
-_SLICES_AT_ONCE = 2
+_SLICES_AT_ONCE = 2  # slices of a table on a device: one is computed with, and one is copied
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,8 +97,7 @@ class LayerContents:
 
     def nbytes_of(self, part: torch.Tensor) -> int:
         """Return the bytes of a tensor on a device; of a large table, only the bytes of the slices in use."""
-        table = self.tables.get(id(part))
-        if table is None:
+        if (table := self.tables.get(id(part))) is None:
             return sent_nbytes(part)
         rows = min(_SLICES_AT_ONCE * (table.slice_rows or 0), part.shape[0]) if table.is_head else 0
         return rows * part.shape[1] * sent_dtype(part).itemsize
@@ -150,12 +148,9 @@ LargeTables: TypeAlias = Literal["auto", "whole", "slices"]
 
 # A table of at least this many bytes is large. Copying a smaller table takes about as long as finding its rows.
 LARGE = 16 * 2**20
-# Bytes of a slice: half of the largest layer, within these bounds.
-_SMALLEST_SLICE, _LARGEST_SLICE = 2**20, 2**28
-# The number of rows of a slice is a multiple of this number, because kernels are faster then.
-_ROWS = 64
-# Attribute of a layer that computes logits: the weight from which it computes them.
-_HEAD = "_rp_head_weight"
+_SMALLEST_SLICE, _LARGEST_SLICE = 2**20, 2**28  # bytes of a slice: half of the largest layer, within these bounds
+_ROWS = 64  # the number of rows of a slice is a multiple of this number, because kernels are faster then
+_HEAD = "_rp_head_weight"  # attribute of a layer that computes logits: the weight from which it computes them
 # Attribute of a layer: its compiled code, which does not accept placeholders for parameters.
 _TO_COMPILE = "_rp_to_compile"
 

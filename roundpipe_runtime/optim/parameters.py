@@ -29,15 +29,12 @@ from .torch_steps import Optimizer, dtype_of_gradient, install, number_of_steps,
 
 # Context manager that keeps the tensors of a layer in memory.
 AtHand: TypeAlias = Callable[[int], AbstractContextManager[None]]
-
 # Gradients on the host, with events for their completion.
 Landed: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
-
 # Whether a parameter was written, and whether torch counted the write.
 Change: TypeAlias = Literal["none", "counted", "uncounted"]
 
-# Which weights an optimizer updates, and when.
-Update: TypeAlias = Literal["masters", "in_place", "in_backward"]
+Update: TypeAlias = Literal["masters", "in_place", "in_backward"]  # which weights an optimizer updates, and when
 
 
 def resized_late() -> ConfigError:
@@ -66,8 +63,7 @@ class ParameterStore:
         self._masters: dict[str, _Master] = {}
         self._shadows: dict[int, torch.Tensor] = {}
         self._before: list[tuple[str, nn.Parameter]] = []
-        self._looks = 0
-        self._is_written_by_data = False
+        self._looks, self._is_written_by_data = 0, False
         install()
         if optim_dtype is not None:
             watch_originals(self)

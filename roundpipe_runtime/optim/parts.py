@@ -43,12 +43,9 @@ class OptimizerParts:
     def __init__(
         self, optimizer: Optimizer, hold_state: Callable[[torch.Tensor, dict[str, Any]], None] = lambda p, state: None
     ) -> None:
-        self._optimizer = optimizer
-        self._hold_state = hold_state
-        self._before = [_options(group) for group in optimizer.param_groups]
-        self._after = self._before
-        self._attributes = _attributes(optimizer)
-        self._attributes_after = self._attributes
+        self._optimizer, self._hold_state = optimizer, hold_state
+        self._before = self._after = [_options(group) for group in optimizer.param_groups]
+        self._attributes = self._attributes_after = _attributes(optimizer)
         self._gradients = [
             {p: (p.grad, p.grad._version) for p in group["params"] if p.grad is not None}
             for group in optimizer.param_groups

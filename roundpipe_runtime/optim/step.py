@@ -140,9 +140,7 @@ class StepRunner:
     def __init__(
         self, store: ParameterStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]
     ) -> None:
-        self._store = store
-        self._table = table
-        self._scan = scan
+        self._store, self._table, self._scan = store, table, scan
         self._worker = Worker("optimizer")
         self._update: Future[None] | None = None
         self._publication: Future[None] | None = None
@@ -380,8 +378,7 @@ class LayerSteps:
     ) -> None:
         install()
         self.has_begun: Future[None] = Future()
-        self.met = 0
-        self.is_ahead = False
+        self.met, self.is_ahead = 0, False
         self.reason: str | None = None
         self._store, self._table, self._contents, self._expected = store, table, contents, expected
         self.ended = threading.Event()

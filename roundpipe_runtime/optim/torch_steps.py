@@ -23,7 +23,6 @@ from yobx_flatten.private_names.of_torch import clipping_functions, optimizer_po
 from ..errors import ConfigError, warn
 
 Optimizer: TypeAlias = torch.optim.Optimizer
-
 # Function of an optimizer and the arguments of its step, which returns the optimizer that steps instead.
 Taker: TypeAlias = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Optimizer]
 Hook: TypeAlias = Callable[[Optimizer, Any, Any], None]

@@ -28,15 +28,10 @@ class Tree:
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
-        found = set[Key]()
-        for leaf in self.leaves:
-            if isinstance(leaf, Key):
-                found.add(leaf)
-            elif isinstance(leaf, BoxUse) and leaf.content is not None:
-                found |= leaf.content.keys()
-            elif isinstance(leaf, MadeCache):
-                found |= leaf.keys()
-        return found
+        boxes = [leaf.content for leaf in self.leaves if isinstance(leaf, BoxUse) and leaf.content is not None]
+        caches = [leaf for leaf in self.leaves if isinstance(leaf, MadeCache)]
+        keys = {leaf for leaf in self.leaves if isinstance(leaf, Key)}
+        return keys.union(*(content.keys() for content in boxes), *(cache.keys() for cache in caches))
 
     def build(self, values: Mapping[Key, Any], boxes: Mapping[int, Any]) -> PyTree:
         found = []
@@ -135,8 +130,6 @@ def fill_box(box: Any, content: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A list of modules that may be the model's layers."""
-
     path: str  # name of the list in the model
     layers: dict[str, nn.Module]  # layers by their name in the model
     size: int  # number of elements of all parameters

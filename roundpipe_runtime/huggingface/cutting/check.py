@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from yobx_flatten import leaves
 from yobx_flatten.core.compare import tolerance
@@ -199,7 +200,8 @@ def _collecting(
     # each gradient of `place` is added to the digest of `parameter`, then dropped
     if not (place.requires_grad and place.is_leaf):
         return contextlib.nullcontext()
-    return place.register_post_accumulate_grad_hook(functools.partial(_collect, found, parameter))
+    handle: RemovableHandle = place.register_post_accumulate_grad_hook(functools.partial(_collect, found, parameter))
+    return handle
 
 
 def _collect(found: Gradients, parameter: nn.Parameter, place: torch.Tensor) -> None:

@@ -265,27 +265,23 @@ def _try(
 
 
 def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: CutPlan) -> list[nn.Module]:
-    pieces: list[nn.Module] = []
-    start = 0
+    pieces, start = list[nn.Module](), 0
     for phase, end in enumerate(program.ends):
         pieces.append(Phase(program, phase, copy_with_stubs(model, layers, program.embeddings)))
-        for place in range(start, end):
-            pieces.append(LayerCall(program, place, layers[program.calls[place].layer]))
+        pieces += [LayerCall(program, place, layers[program.calls[place].layer]) for place in range(start, end)]
         start = end
     return pieces
 
 
 # With more phases, a model is better not split, because each phase repeats the code of all earlier phases.
 _MOST_PHASES = 300
-
 _Copy: TypeAlias = tuple[nn.Module, set[str]]  # a copy of the model, and names of the parameters that it has read
 
 
 def _run(
     program: CutPlan, model: nn.Module, layers: Mapping[str, nn.Module], kwargs: Kwargs, copies: list[_Copy]
 ) -> CutPlan:
-    ends: list[int] = []
-    keep = set(program.keep)
+    ends, keep = list[int](), set(program.keep)
     reads: dict[int, frozenset[Entry]] = {}
     state = begin((), kwargs, model)
     while True:
@@ -341,7 +337,6 @@ class _Tracked(dict[str, Any]):
         self._prefix, self._read = prefix, read
 
     def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        if found is not None:
+        if (found := super().__getitem__(name)) is not None:
             self._read.add(self._prefix + name)
         return found

@@ -54,8 +54,7 @@ class CutPlan:
         >>> CutPlan([], [0, 0]).names()
         ['phase 0', 'phase 1']
         """
-        found: list[str] = []
-        start = 0
+        found, start = list[str](), 0
         for phase, end in enumerate(self.ends):
             found.append(f"phase {phase}")
             found += [call.layer for call in self.calls[start:end]]
@@ -110,8 +109,7 @@ def device_of(tree: PyTree) -> torch.device:
 def _generator(call: Any) -> Any:
     """Return the object that seeds a device: torch's CPU generator, or a module such as ``torch.cuda``."""
     device = device_of(call)
-    is_host = device.type in ("cpu", "meta")
-    return torch.default_generator if is_host else torch.get_device_module(device)
+    return torch.default_generator if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
 # The states of microbatches are joined before the last phase, so that the phase runs once for the whole batch:
@@ -152,10 +150,9 @@ class RowAxes:
 
 
 def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...], kwargs: Kwargs) -> CutState:
-    flat = [state_leaves(state) for state in states]
-    _, spec = flat[0]
-    logs = [state.call_log for state in states]
-    is_alike = all(other == spec and _are_alike(leaves, flat[0][0]) for leaves, other in flat)
+    flat, logs = [state_leaves(state) for state in states], [state.call_log for state in states]
+    first, spec = flat[0]
+    is_alike = all(other == spec and _are_alike(leaves, first) for leaves, other in flat)
     # the same layers were called, and returned the same structures
     made = [(one.results, one.captured, one.needed, one.keep, one.calls.keys(), one.embedded.keys()) for one in logs]
     if not is_alike or any(one != made[0] for one in made):

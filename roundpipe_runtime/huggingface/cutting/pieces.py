@@ -40,8 +40,7 @@ class Phase(nn.Module):
     def __init__(self, program: CutPlan, number: int, copy: nn.Module) -> None:
         super().__init__()
         self.copy = copy  # of the model, with stubs instead of its layers
-        self.program = program
-        self.number = number
+        self.program, self.number = program, number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # args: arguments of the model in phase 0; else the state
@@ -150,9 +149,7 @@ class Whole(nn.Module):
 class LayerCall(nn.Module):
     def __init__(self, program: CutPlan, place: int, layer: nn.Module) -> None:
         super().__init__()
-        self.layer = layer
-        self.program = program
-        self.place = place
+        self.layer, self.program, self.place = layer, program, place
 
     @property
     def _rp_to_compile(self) -> nn.Module:
@@ -258,11 +255,10 @@ class PhaseSession:
         self.calls: dict[int, CallSpec] = {}
         self._phase = phase
         self._made = sorted(self.call_log.results)
-        self._asked = 0
+        self._asked = self._sides = 0
         self._place = self._made[-1] + 1 if self._made else 0
         # by identity, so that a tensor that is passed to several layers is copied once
         self._keys = {id(value): key for key, value in self.values.items()}
-        self._sides = 0
         self._newest = Key(-1, 0)  # an output of the last recorded call
         self._box_numbers: dict[int, int] = {}
         self._box_seen: dict[int, list[int]] = {}

@@ -35,7 +35,6 @@ _RUNNING = _Running()
 
 @contextlib.contextmanager
 def running(session: Any) -> Iterator[None]:
-    """Context manager in which ``session`` computes the results of stubs (replaced layers) that this thread calls."""
     before, _RUNNING.session = _RUNNING.session, session
     try:
         yield
@@ -114,13 +113,9 @@ def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
         if "_rp_name" in module.__dict__:
             continue
         original = model.get_submodule(path)
-        prefix = f"{path}." if path else ""
+        prefix, held = f"{path}." if path else "", original._parameters.items()
         module._parameters.clear()
-        module._parameters.update(
-            (name, parameter)
-            for name, parameter in original._parameters.items()
-            if used is None or parameter is None or f"{prefix}{name}" in used
-        )
+        module._parameters.update((n, p) for n, p in held if used is None or p is None or f"{prefix}{n}" in used)
         module._buffers.clear()
         module._buffers.update(original._buffers)
         for name, value in original.__dict__.items():

@@ -28,8 +28,7 @@ from .sliced import chunked_cross_entropy, sliced_cross_entropy
 
 on_tables(chunked_cross_entropy)(sliced_cross_entropy)
 
-# Logits with at most this many values (64 MB in float32) are computed by the model.
-_SMALL = 2**24
+_SMALL = 2**24  # logits with at most this many values (64 MB in float32) are computed by the model
 
 _FORM = {
     *(vars(TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),

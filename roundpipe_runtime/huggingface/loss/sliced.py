@@ -24,8 +24,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ...engine.parameters.host_table import HostTable, TableAccess, wide
 from ...errors import LossError
 
-# Number of logits that are computed at once: 256 MB in float32.
-_MOST = 2**26
+_MOST = 2**26  # logits that are computed at once: 256 MB in float32
+_LEAST_ROWS = 64  # of a chunk: with fewer rows, reading the weight takes longer than computing with it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,10 +165,6 @@ def _of_slice(labels: Tensor, place: slice) -> tuple[Tensor, Tensor]:
 def _chunks(count: int, size: int) -> Iterator[slice]:
     for start in range(0, count, size):
         yield slice(start, start + size)
-
-
-# Smallest number of rows in a chunk: with fewer rows, reading the weight takes longer than computing with it.
-_LEAST_ROWS = 64
 
 
 def chunked_cross_entropy(

@@ -378,13 +378,11 @@ class RoundPipeTrainer(PipelineTrainer):
         super()._rp_backward(loss, **kwargs)
 
     def _rp_global_batch(self) -> int:
-        rows: int = self._train_batch_size
-        return rows * self.pipeline.replicas
+        return int(self._train_batch_size) * self.pipeline.replicas
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         if not self._rp_has_groups():
-            total: int = super().get_total_train_batch_size(args)
-            return total
+            return int(super().get_total_train_batch_size(args))
         return self._rp_global_batch() * int(args.gradient_accumulation_steps)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:

@@ -387,9 +387,8 @@ def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> No
 
 
 def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
-    if not run.is_dir():
-        return []
-    return [path for path in run.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    inside = run.iterdir() if run.is_dir() else ()
+    return [path for path in inside if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
 def _is_whole(path: pathlib.Path) -> bool:
@@ -405,11 +404,8 @@ def _is_whole(path: pathlib.Path) -> bool:
 
 # Optimizers that update each element separately, so that a process can step a part of a parameter.
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-
-
 # Elements of a trial parameter; moments of fewer than 4,096 elements have 32 bits, even in 8-bit optimizers.
 _WITH_8_BITS = 8192
-
 # Reason why a training argument is not supported, and what to write instead, by the name of the argument.
 _UNSUPPORTED = {
     "fp16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.float16",
@@ -492,8 +488,7 @@ def check_precision(precision: str) -> None:
 #                                        optimizer by name, written and read one tensor after the other
 #     shards/                            the rows of each of several processes, readable by any number of processes
 
-# Name of the files that a plain Trainer does not write.
-_PROGRESS = "roundpipe"
+_PROGRESS = "roundpipe"  # name of the files that a plain Trainer does not write
 
 
 def _saves_by_name(pipeline: RoundPipe) -> bool:

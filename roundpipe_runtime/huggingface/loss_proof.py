@@ -87,7 +87,6 @@ class PieceRows:
     def join(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Callable[[list[CutState]], CutState] | None:
-        """Return a function that joins the outputs that the layers returned for all microbatches of a batch."""
         # returns: the function, which may raise `CannotJoinError`; `None` if joining is impossible
         if self.made.report.is_whole:
             return None

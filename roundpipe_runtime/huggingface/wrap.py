@@ -307,8 +307,8 @@ class WrappedModel(CutModel):
 
         if computes_loss and not is_smoothed and model_loss.has_auxiliary_loss(model, kwargs):
             if self._rp_groups is not None:
-                _check_merge((run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config))
-                whole = WholeBatchLoss(model, kwargs, loss_fn, label, as_tuple=wants_tuple(model, input_kwargs))
+                merge = (run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config).merge_output
+                whole = WholeBatchLoss(model, kwargs, loss_fn, label, merge, as_tuple=wants_tuple(model, input_kwargs))
                 together = self._rp_groups.forward_backward_whole
                 found = together(self._rp_engine, input_args, kwargs, whole, self._rp_config(config))
                 return found if return_outputs else found[0]
@@ -406,20 +406,17 @@ class WrappedModel(CutModel):
         super().__setstate__(state)
 
 
-def _check_merge(config: RoundPipeRunConfig) -> None:
-    if config.merge_output not in (None, True):
-        raise ConfigError(
-            "The auxiliary loss of the model is computed from the outputs of all rows, which must be joined in the "
-            "default way. Leave merge_output= out."
-        )
-
-
 class WholeBatchLoss:
     """Computes the loss of a batch, including the auxiliary loss of experts, from the outputs of several processes."""
 
     def __init__(
-        self, model: nn.Module, kwargs: Kwargs, loss_fn: Callable[[Any, Any], Any], label: Any, *, as_tuple: bool
+        self, model: nn.Module, kwargs: Kwargs, loss_fn: Callable[..., Any], label: Any, merge: Any, *, as_tuple: bool
     ) -> None:
+        if merge not in (None, True):
+            raise ConfigError(
+                "The auxiliary loss of the model is computed from the outputs of all rows, which must be joined in the "
+                "default way. Leave merge_output= out."
+            )
         self._model, self._label, self._loss_fn, self._as_tuple = model, label, loss_fn, as_tuple
         mask = kwargs.get("attention_mask")
         self._mask: torch.Tensor | None = mask if isinstance(mask, torch.Tensor) else None

@@ -139,7 +139,6 @@ class ReadinessTable:
             self._changed.notify_all()
 
     def hold(self, version: int) -> None:
-        """Count a pipeline call that needs the given version of all layers, until :meth:`let_go`."""
         self._each(self._layers, lambda state: state.hold(version))
 
     def hold_latest(self) -> int:

@@ -20,20 +20,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
 
-from roundpipe_runtime import (
-    ConfigError,
-    OptimizerCtx,
-    RoundPipe,
-    RoundPipeRunConfig,
-    StageError,
-    wrap_model_to_roundpipe,
-)
+from roundpipe_runtime import OptimizerCtx, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe_runtime.device.protocol import NOW
 from roundpipe_runtime.distributed.ranks.alarm import Alarm, Process
 from roundpipe_runtime.distributed.replicas.reduction import Reduction, ReductionPlan, groups_of, rows_of_rank
 from roundpipe_runtime.distributed.replicas.sampler import ReplicaBatchSampler, collate_with_empty
 from roundpipe_runtime.distributed.weights import RankStore, pieces, shards
-from roundpipe_runtime.errors import RoundPipeWarning
+from roundpipe_runtime.errors import ConfigError, RoundPipeWarning, StageError
 from roundpipe_runtime.optim.layer_contents import scan
 from roundpipe_runtime.pipeline import roundpipe
 from tests.cases import examples

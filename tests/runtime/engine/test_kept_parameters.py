@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_runtime import (
-    DeviceMemoryError,
-    ModelExecutePlan,
-    RoundPipe,
-    RoundPipeRunConfig,
-    VirtualDevice,
-    WeightedLoss,
-)
+from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice, WeightedLoss
 from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
 from roundpipe_runtime.engine.planner import FOR_PARAMETERS, Planner
+from roundpipe_runtime.errors import DeviceMemoryError
 from roundpipe_runtime.optim.layer_contents import scan
 from tests.runtime.small import (
     batch,

@@ -7,16 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import (
-    RoundPipe,
-    RoundPipeRunConfig,
-    StageError,
-    doing_recompute,
-    get_recompute_data,
-    save_for_recompute,
-)
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe_runtime.engine.digests import digest, distance, typical
 from roundpipe_runtime.engine.recomputed import VisitGenerator, call_seed, run_seeded
+from roundpipe_runtime.errors import StageError
 from tests.runtime.small import all_recomputed, batch, relative_error, without_row_check
 
 F = nn.functional

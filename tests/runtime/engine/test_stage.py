@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe_runtime import (
-    ModelExecutePlan,
-    Replicate,
-    RoundPipe,
-    RoundPipeRunConfig,
-    StageError,
-    VirtualDevice,
-    WeightedLoss,
-)
+from roundpipe_runtime import ModelExecutePlan, Replicate, RoundPipe, RoundPipeRunConfig, VirtualDevice, WeightedLoss
+from roundpipe_runtime.errors import StageError
 from roundpipe_runtime.timeline import Timeline
 from tests.cases import examples
 from tests.modules import module_class

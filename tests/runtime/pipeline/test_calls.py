@@ -7,17 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import (
-    ConfigError,
-    JoinError,
-    RoundPipe,
-    RoundPipePackedData,
-    RoundPipeRunConfig,
-    RoundPipeWarning,
-    StageError,
-    WeightedLoss,
-)
-from roundpipe_runtime.errors import LossError
+from roundpipe_runtime import RoundPipe, RoundPipePackedData, RoundPipeRunConfig, WeightedLoss
+from roundpipe_runtime.errors import ConfigError, JoinError, LossError, RoundPipeWarning, StageError
 from tests.runtime.small import batch, gradients, near, near_gradients, small_model
 
 F = nn.functional

@@ -11,16 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import (
-    DeviceError,
-    ModelExecutePlan,
-    RoundPipe,
-    RoundPipeRunConfig,
-    StageError,
-    Timeline,
-    VirtualDevice,
-)
+from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, Timeline, VirtualDevice
 from roundpipe_runtime.engine import planner
+from roundpipe_runtime.errors import DeviceError, StageError
 from tests.modules import module_class
 from tests.runtime.small import (
     allocated,

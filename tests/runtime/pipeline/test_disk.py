@@ -8,17 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from roundpipe_runtime import (
-    CheckpointError,
-    ConfigError,
-    OptimizerCtx,
-    RoundPipe,
-    RoundPipeRunConfig,
-    load_checkpoint,
-    optim,
-    save_checkpoint,
-)
+from roundpipe_runtime import OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint, optim, save_checkpoint
 from roundpipe_runtime.device.disk import disk_of
+from roundpipe_runtime.errors import CheckpointError, ConfigError
 from tests import fresh_process
 from tests.runtime.small import Tied, same_bits
 

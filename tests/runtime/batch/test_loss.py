@@ -9,7 +9,6 @@ import torch
 
 from roundpipe_runtime.batch.loss import LossContract, WeightedLoss, read_loss, warn_if_uneven
 from roundpipe_runtime.errors import ConfigError, LossError, UnevenSplitWarning
-from roundpipe_runtime.pipeline.roundpipe import back_from
 
 
 def learning(value):
@@ -138,9 +137,3 @@ def test_an_uneven_split_warns_with_both_ways_out(rows, count):
         assert warn_if_uneven(rows, count)
     assert caught[0].filename == __file__
     assert not warn_if_uneven([2, 2, 2], 3)
-
-
-def test_the_loss_of_a_whole_batch_is_divided_by_its_weight():
-    outputs = torch.tensor([6.0], requires_grad=True)
-    total = back_from(outputs, None, lambda outputs, _: WeightedLoss(outputs.sum(), 3), return_outputs=False)
-    assert (total.item(), outputs.grad.item()) == (2.0, pytest.approx(1 / 3))

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,6 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipeRunConfig, doing_recompute
 from roundpipe_runtime.device.accelerator import parse_devices
-from roundpipe_runtime.device.worker import Outcome
 from roundpipe_runtime.distributed.ranks.alarm import Alarm, News
 from roundpipe_runtime.distributed.replicas.rank_groups import RankGroups
 from roundpipe_runtime.engine.driver import Engine
@@ -35,13 +35,6 @@ class Hears(nn.Module):
         if self.groups is not None:
             self.groups.ranks.alarm._hear(self.number)
         return self.line(x)
-
-
-def fails_with(function):
-    """The class of the error that a function raises."""
-    with Outcome() as outcome:
-        function()
-    return type(outcome.error)
 
 
 def pipelines(wrap):
@@ -75,7 +68,8 @@ def test_news_of_a_call_stop_it(wrap):
     groups = pipeline._rp_groups
     for number in (groups._number + 1, None):
         model[0].groups, model[0].number = groups, number
-        assert fails_with(run) is StoppedByRankError
+        with pytest.raises(StoppedByRankError):
+            run()
         assert groups.news.reason is None
 
 

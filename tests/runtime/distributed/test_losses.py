@@ -62,7 +62,7 @@ def test_a_row_that_one_process_cannot_read_is_an_error_of_all(trained, where):
 def test_accelerate_starts_the_same_training(trained, tmp_path):
     launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    launch += ["-m", "tests.runtime.distributed.launched"]
+    launch += ["-m", "tests.runtime.distributed.trainer_ranks"]
     program = "from accelerate.commands.accelerate_cli import main; import sys; sys.argv = sys.argv[1:]; main()"
     done = fresh_process.run("-c", program, *launch, str(tmp_path), timeout=240, imported=fresh_process.TRAINER)
     assert done.returncode == 0, done.stderr
@@ -90,7 +90,7 @@ def test_one_process_with_as_many_groups_has_the_same_bits(trained, resumed, tmp
 def own_losses(request, tmp_path_factory):
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
     folder = tmp_path_factory.mktemp("trainer")
-    return run_ranks("tests.runtime.distributed.own_loss_ranks:in_ranks", request.param, str(folder), timeout=240)
+    return run_ranks("tests.runtime.distributed.trainer_ranks:own_losses", request.param, str(folder), timeout=240)
 
 
 @pytest.mark.parametrize("name", ["function", "subclass"])
@@ -114,7 +114,7 @@ def test_an_error_in_the_loss_of_one_process_ends_all(own_losses):
 def test_trainers_of_trl_train_as_with_ddp(tmp_path):
     pytest.importorskip("trl", reason="these are its trainers")
     pytest.importorskip("peft", reason="the module with these trainings needs it")
-    ranks = run_ranks("tests.runtime.distributed.own_loss_ranks:trl_in_ranks", 2, str(tmp_path), timeout=240)
+    ranks = run_ranks("tests.runtime.distributed.trainer_ranks:trl_in_ranks", 2, str(tmp_path), timeout=240)
     for rank in ranks:
         for ours, plain, distant in rank.values():
             assert len(plain) == 6

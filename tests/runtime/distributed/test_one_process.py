@@ -154,18 +154,6 @@ def test_the_auxiliary_loss_of_groups_is_that_of_the_whole_batch():
     assert near_gradients(ours, plain)
 
 
-@given(rows=st.integers(0, 40), replicas=st.integers(1, 9), size=st.integers(1, 9))
-def test_groups_do_not_depend_on_the_ranks(rows, replicas, size):
-    """Neither those that a sampler gives to a rank, nor those of the rows that a rank is to have."""
-    batch, whole = list(range(rows)), groups(list(range(rows)), replicas)
-    for rank, part in enumerate(parts_of([batch], replicas, size)[0]):
-        own = range(rank, replicas, size)
-        assert (groups(part, len(own)) if own else []) == [whole[group] for group in own]
-        if size <= replicas:
-            assert list(groups_of(rank, size, replicas)) == list(own)
-            assert list(rows_of_rank(rows, rank, size, replicas)) == part
-
-
 @given(rows=st.integers(1, 20), shard_count=st.integers(1, 5), copies=st.integers(1, 4))
 def test_pieces_are_a_partition_of_the_rows(rows, shard_count, copies):
     matrix = torch.arange(rows * 2).reshape(rows, 2)
@@ -369,6 +357,8 @@ def joined(parts, replicas, size, count):
 def test_the_union_and_the_order_of_rows_are_those_of_the_batch(batches, replicas, size):
     for rows, parts in zip(batches, parts_of(batches, replicas, size), strict=True):
         assert joined(parts, replicas, size, len(rows)) == rows
+        for rank in range(size if size <= replicas else 0):
+            assert [rows[row] for row in rows_of_rank(len(rows), rank, size, replicas)] == parts[rank]
 
 
 def test_samplers_of_torch_and_the_last_batch():

@@ -1,6 +1,11 @@
-"""The Trainer in several processes, next to transformers' with DDP."""
+"""The Trainer in several processes, next to transformers' with DDP, also with losses of its own.
 
+A user's script: accelerate launch --multi_gpu --num_processes 2 -m tests.runtime.distributed.trainer_ranks FOLDER
+"""
+
+import importlib
 import os
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -40,14 +45,14 @@ class Stream(IterableDataset):  # type: ignore[type-arg] # as above
 
 
 def train(
-    kind: Any, folder: Path, steps: int, resume: bool | str = False, data: Any = None, **options: Any
+    kind: Any, folder: Path, steps: int, resume: Any = False, data: Any = None, changes: Any = None, **options: Any
 ) -> dict[str, Any]:
-    args = TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=2, per_device_eval_batch_size=2,
-        gradient_accumulation_steps=2, learning_rate=1e-3, max_grad_norm=0.5, logging_steps=1, eval_strategy="steps",
-        eval_steps=2, save_strategy="steps", save_steps=2, disable_tqdm=True, report_to=[], use_cpu=True, seed=1,
-        lr_scheduler_type="constant",
-    )  # fmt: skip
+    args = TrainingArguments(str(folder), **{
+        "max_steps": steps, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_grad_norm": 0.5,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "logging_steps": 1,
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "disable_tqdm": True,
+        "report_to": [], "use_cpu": True, "seed": 1, **(changes or {}),
+    })  # fmt: skip
     trainer = kind(model=model("llama")(), args=args, train_dataset=data or Rows(40), eval_dataset=Rows(7), **options)
     trainer.train(resume_from_checkpoint=resume)
     found = {
@@ -55,8 +60,8 @@ def train(
         for name in ("loss", "grad_norm", "eval_loss")
     }
     weights = [value.double().clone() for value in trainer.model.state_dict().values()]
-    if options:
-        trainer.pipeline.close()
+    if hasattr(trainer, "close"):
+        trainer.close()
     return {**found, "weights": weights}
 
 
@@ -134,3 +139,87 @@ def in_ranks(folder: str) -> dict[str, Any]:
         "streams": streams,
         "bad rows": bad_rows(RoundPipeTrainer, Path(folder, "bad")),
     }
+
+
+def squared(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss that is not a sum over rows: the root of a mean."""
+    counts = labels[:, 1:] >= 0
+    losses = outputs["logits"].logsumexp(-1)[:, :-1][counts]
+    return 2 * losses.square().mean().sqrt()  # the Trainer multiplies it in place
+
+
+class ComparesRows(Trainer):
+    """Computes a loss that compares the rows of a process."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        scores = outputs.logits[:, -1, 0]
+        loss = (scores - scores.mean()).square().sum() + scores.mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class FailsOnOneRank(ComparesRows):
+    """Raises in the second step of one process."""
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1 and self.state.global_step == 1:
+            raise KeyError("a loss of one process")
+        return super().compute_loss(*args, **options)
+
+
+def own_losses(folder: str) -> dict[str, Any]:
+    """Losses and norms of three steps of both Trainers, and how far the weights are apart; and what is refused."""
+    from roundpipe_runtime import RoundPipeTrainer
+
+    warnings.simplefilter("ignore")
+    as_torchrun_does()
+    changes = {"per_device_train_batch_size": 3, "eval_strategy": "no", "save_strategy": "no"}
+
+    def trained(kind: Any, place: str, **options: Any) -> dict[str, Any]:
+        return train(kind, Path(folder, place), 3, data=Rows(17), changes=changes, **options)
+
+    def ours(*kinds: Any, place: str, **more: Any) -> dict[str, Any]:
+        kind = type("Ours", (RoundPipeTrainer, *kinds), {})
+        return trained(kind, place, devices="virtual:2", microbatches=2, **more)
+
+    found: dict[str, Any] = {}
+    for name, kinds, more in (("function", (), {"compute_loss_func": squared}), ("subclass", (ComparesRows,), {})):
+        plain, own = trained((*kinds, Trainer)[0], "plain", **more), ours(*kinds, place="ours", **more)
+        logged = [[*run["loss"], *run["grad_norm"]] for run in (own, plain)]
+        found[name] = [*logged, distance(own["weights"], plain["weights"])]
+    found["failed"] = raised_by(lambda: ours(FailsOnOneRank, place="failing"))
+    found["replicas"] = raised_by(lambda: ours(ComparesRows, place="groups", replicas=4))
+    return found
+
+
+def trl_in_ranks(folder: str) -> dict[str, Any]:
+    """Two trainers of TRL, of which one has a head that needs the rows of a process in one microbatch."""
+    trl = importlib.import_module("tests.runtime.huggingface.trainer.test_trl")
+    warnings.simplefilter("ignore")
+    as_torchrun_does()
+    found = {}
+    for kind, microbatches in (("ORPO", 2), ("DPO", 1)):
+        runs = []
+        for cls, more in ((trl.KINDS[kind], {}), (trl.combined(kind), {"microbatches": microbatches})):
+            place = Path(folder, f"{kind}-{cls.__name__}-{dist.get_rank()}")
+            runs.append(trl.trained(kind, place, cls, lambda more=more: more, per_device_train_batch_size=3))
+        plain, ours = runs
+        weights = [[p.detach().double() for p in run.model.parameters()] for run in runs]
+        found[kind] = [trl.curves(ours), trl.curves(plain), distance(weights[1], weights[0])]
+    return found
+
+
+def main() -> None:
+    """Train as a script of a user does, which `accelerate launch` or torchrun starts."""
+    from roundpipe_runtime import RoundPipeTrainer
+
+    warnings.simplefilter("ignore")
+    folder = Path(sys.argv[1])
+    found = train(RoundPipeTrainer, folder / "run", 4, devices="virtual:2", microbatches=2)
+    torch.save(found["weights"], folder / f"{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,24 +1,19 @@
 """Tests of ``RoundPipe(compile=...)``: each kind of layer is compiled once, and learns the same."""
 
-import contextlib
 import copy
 import pickle
 import shutil
+from contextlib import closing
 
 import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import (
-    ConfigError,
-    RoundPipe,
-    RoundPipeRunConfig,
-    doing_recompute,
-    get_recompute_data,
-    parse_devices,
-    save_for_recompute,
-)
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, parse_devices
+from roundpipe_runtime.engine.recomputed import doing_recompute, get_recompute_data, save_for_recompute
+from roundpipe_runtime.errors import ConfigError
 from tests.cases import cases
+from tests.modules import module_of
 from tests.runtime.small import all_recomputed, gradients, near, relative_error
 
 pytestmark = [
@@ -36,15 +31,6 @@ def fresh():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@contextlib.contextmanager
-def pipeline(model, **options):
-    pipe = RoundPipe(model, **options)
-    try:
-        yield pipe
-    finally:
-        pipe.close()
 
 
 class Counted:
@@ -91,7 +77,7 @@ def learnt(model, compile, config=None, steps=2, devices="virtual:2"):
     """Losses, and the gradients of the last step; buffers, too."""
     model, losses, (x, y) = copy.deepcopy(model), [], data()
     config = config or RoundPipeRunConfig(num_microbatch=3, **MEAN)
-    with pipeline(model, devices=devices, compile=compile, name="compiled") as pipe:
+    with closing(RoundPipe(model, devices=devices, compile=compile, name="compiled")) as pipe:
         for step in range(steps):
             model.zero_grad()
             torch.manual_seed(step)
@@ -146,7 +132,7 @@ def test_dropout_draws_again_what_it_drew(backend):
 def test_layers_are_as_they_were_for_everyone_else():
     counted, model = Counted(), model_of()
     x, y = data()
-    with pipeline(model, devices="virtual:1", compile={"backend": counted}) as pipe:
+    with closing(RoundPipe(model, devices="virtual:1", compile={"backend": counted})) as pipe:
         config = RoundPipeRunConfig(num_microbatch=2, **MEAN)
         pipe.forward_backward((x,), label=y, loss_fn=nn.functional.mse_loss, run_config=config)
         pipe.synchronize()
@@ -157,34 +143,19 @@ def test_layers_are_as_they_were_for_everyone_else():
         pickle.dumps(model)
 
 
-class Counting(nn.Module):
-    """Writes its input and a buffer in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        x = self.linear(x)
-        return self.norm(x.relu_())
+def writing():
+    """Writes its input in place."""
+    return module_of(lambda self, x: self.linear(x.mul_(2)), linear=nn.Linear(8, 8)).train()
 
 
-class Writing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x.mul_(2)
-        return self.linear(x)
+def counting():
+    """Writes a buffer, and what it computed, in place."""
+    parts = {"linear": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8)}
+    return module_of(lambda self, x: self.norm(self.linear(x).relu_()), **parts).train()
 
 
-class Noise(nn.Module):
+def noisy():
     """Draws once; its recomputation reads what was drawn."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
 
     def forward(self, x):
         if doing_recompute():
@@ -194,8 +165,10 @@ class Noise(nn.Module):
             save_for_recompute(noise)
         return x * self.weight + noise
 
+    return module_of(forward, weight=torch.ones(8)).train()
 
-@pytest.mark.parametrize("layers", [[Writing, Counting, Writing], [Noise]], ids=["writes", "saves"])
+
+@pytest.mark.parametrize("layers", [[writing, counting, writing], [noisy]], ids=["writes", "saves"])
 def test_layers_that_write_buffers_and_inputs_or_save_data_do_so_once(layers):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), *(kind() for kind in layers), nn.Linear(8, 8))

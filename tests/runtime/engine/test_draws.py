@@ -205,8 +205,11 @@ def test_checkpointing_around_a_pipeline_repeats_its_masks(pipe, reentrant):
     assert (weight.grad * weight).sum().item() == pytest.approx(loss.item())
 
 
-def test_a_pipeline_inside_a_layer_repeats_its_masks(pipe):
-    """The layer is recomputed, and calls the inner pipeline once more: gradient times weight is the loss."""
+def test_a_pipeline_inside_a_layer_that_draws_repeats_its_masks(pipe):
+    """The layer is recomputed, and calls the inner pipeline once more: gradient times weight is the loss.
+
+    The layer does not wait for itself, and each run moves the generator by one number, that of the outer pipeline.
+    """
     inner = pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()).train(), "virtual:2", name="inner")
 
     class Asks(nn.Module):
@@ -215,14 +218,18 @@ def test_a_pipeline_inside_a_layer_repeats_its_masks(pipe):
             self.weight = nn.Parameter(torch.ones(()))
 
         def forward(self, x):
-            return inner(x).to(x.device) * self.weight
+            return inner(F.dropout(x, 0.5)).to(x.device) * self.weight
 
     model = pipe(nn.Sequential(Asks(), nn.Identity()), "virtual:2", name="outer")
     config = all_recomputed(1, 2)
     for _ in range(2):
-        model[0].weight.grad = None
+        model[0].weight.grad, before = None, torch.get_rng_state()
+        torch.empty((), dtype=torch.int64).random_()
+        expected = torch.get_rng_state()
+        torch.set_rng_state(before)
         loss = model.forward_backward((INPUTS.float(),), loss_fn=total, run_config=config)
         assert model[0].weight.grad.item() == pytest.approx(loss.item())
+        assert torch.equal(expected, torch.get_rng_state())
 
 
 def test_pipelines_made_on_one_line_draw_for_themselves(pipe):

@@ -7,17 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import (
-    ModelExecutePlan,
-    RoundPipe,
-    RoundPipeRunConfig,
-    SplitError,
-    StageError,
-    doing_recompute,
-    get_recompute_data,
-    save_for_recompute,
-)
+from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, SplitError, StageError
 from roundpipe_runtime.engine.digests import check_repeated, digest_outputs
+from roundpipe_runtime.engine.recomputed import doing_recompute, get_recompute_data, save_for_recompute
 from tests.runtime.small import all_recomputed, near_gradients
 
 F = nn.functional
@@ -142,15 +134,21 @@ class Auxiliary(nn.Linear):
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_loss_kept_on_a_layer_is_refused_when_a_gradient_comes(pipe, microbatches):
-    model = pipe(nn.Linear(4, 4), Auxiliary(4, 4), nn.Linear(4, 3), devices="virtual:2")
-    config = RoundPipeRunConfig(num_microbatch=microbatches)
+    model = pipe(Auxiliary(4, 4), nn.Linear(4, 4), nn.Linear(4, 3), devices="virtual:2")
     plain = copy.deepcopy(model.model)
+
+    def loss_fn(outputs, labels):
+        return F.mse_loss(outputs, labels) + model[0].auxiliary_loss.to(outputs.device)
+
+    config = RoundPipeRunConfig(num_microbatch=microbatches, loss_reduction="mean")
+    with pytest.raises(StageError, match=r"layer 0 \(Auxiliary\) stored as an .*\n.*return outputs, auxiliary_loss"):
+        model.forward_backward((INPUTS,), label=LABELS, loss_fn=loss_fn, run_config=config)
     F.mse_loss(plain(INPUTS), LABELS).backward()
     F.mse_loss(model(INPUTS, roundpipe_run_config=config), LABELS).backward()
     assert near_gradients(model, plain, atol=1e-6)
-    assert model[1].auxiliary_loss.item() > 0
-    with pytest.raises(StageError, match=r"A tensor was taken from layer 1 \(Auxiliary\) by an attribute or a hook"):
-        (F.mse_loss(model(INPUTS, roundpipe_run_config=config), LABELS) + model[1].auxiliary_loss).backward()
+    assert model[0].auxiliary_loss.item() > 0
+    with pytest.raises(StageError, match=r"A tensor was taken from layer 0 \(Auxiliary\) by an attribute or a hook"):
+        (F.mse_loss(model(INPUTS, roundpipe_run_config=config), LABELS) + model[0].auxiliary_loss).backward()
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -119,14 +119,6 @@ def contrast(outputs, labels):
     return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
-def weighted(outputs, labels):
-    return WeightedLoss(F.cross_entropy(outputs, labels, reduction="sum"), (labels != -100).sum())
-
-
-def with_z_loss(outputs, labels):
-    return F.cross_entropy(outputs, labels) + outputs.logsumexp(-1).square().mean()
-
-
 def focal(outputs, labels):
     each = F.cross_entropy(outputs, labels.clamp(min=0), reduction="none")
     return ((1 - torch.exp(-each)) ** 2 * each).mean()
@@ -141,9 +133,12 @@ LOSSES = {
     "learned": (Learned, "items"),
     "of the user's own": (lambda: focal, "rows"),
     "sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), "sum"),
-    "sum and weight": (lambda: weighted, "rows"),
+    "sum and weight": (
+        lambda: lambda out, y: WeightedLoss(F.cross_entropy(out, y, reduction="sum"), (y != -100).sum()),
+        "rows",
+    ),
     "rows compared": (lambda: contrast, "joined"),
-    "two means": (lambda: with_z_loss, "joined"),
+    "two means": (lambda: lambda out, y: F.cross_entropy(out, y) + out.logsumexp(-1).square().mean(), "joined"),
 }
 
 
@@ -219,13 +214,6 @@ class Setting:
         return self.value
 
 
-def by_default(setting):
-    def function(*given, own=setting):
-        return own.value
-
-    return function
-
-
 def inside(setting):
     layer = nn.Linear(1, 1)
     layer.inner = nn.Module()
@@ -236,7 +224,7 @@ def inside(setting):
 # how code reads a setting, each time made anew as scripts do, and layers that hold it
 CODE = {
     "closure": lambda setting: lambda *given: setting.value,
-    "default": by_default,
+    "default": lambda setting: lambda *given, own=setting: own.value,
     "method": lambda setting: setting.of,
     "partial": lambda setting: functools.partial(torch.add, setting),
     "partial of a method": lambda setting: functools.partial(setting.of, 1),

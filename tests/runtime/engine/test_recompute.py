@@ -1,13 +1,12 @@
 """Recomputed layers: their random numbers and saved data, and digests that compare two computations."""
 
 import math
-import threading
 
 import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, doing_recompute, get_recompute_data, save_for_recompute
+from roundpipe_runtime import doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe_runtime.engine.digests import digest, distance, typical
 from roundpipe_runtime.engine.recomputed import VisitGenerator, call_seed, run_seeded
 from roundpipe_runtime.errors import StageError
@@ -156,60 +155,6 @@ def test_what_cannot_be_kept_is_refused(pipe, keep, message):
 
     with pytest.raises(StageError, match=message):
         train(pipe(Layer(4, 4), nn.Linear(4, 3)), all_recomputed(1))
-
-
-class Counts(nn.Module):
-    """Its output depends on a buffer that it writes."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        self.count += 1
-        return self.weight * x * self.count
-
-
-@pytest.mark.filterwarnings("ignore:The outputs of a layer depend")
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-@pytest.mark.parametrize("classic", [False, True])
-def test_a_recomputation_reads_buffers_as_they_were(pipe, grain, classic):
-    """Microbatch 0 was multiplied by 1 and microbatch 1 by 2, in both passes; afterwards the count is 2."""
-    model = pipe(nn.Sequential(Counts(), nn.Identity()))
-    inputs = torch.tensor([[1.0], [10.0]])
-    if classic:
-        config = RoundPipeRunConfig(num_microbatch=2, recompute_grain=grain)
-        loss = model(inputs, roundpipe_run_config=config).sum()
-        loss.backward()
-    else:
-        config = all_recomputed(1, recompute_grain=grain)
-        loss = 2 * model.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.mean(), run_config=config)
-        model[0].weight.grad *= 2  # the mean over two rows, back to the sum
-    assert loss.item() == 21
-    assert model[0].weight.grad.item() == 21
-    assert model[0].count.item() == 2
-
-
-def test_a_layer_that_draws_may_call_another_pipeline(pipe):
-    inner = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name="inner", devices="virtual:2")
-
-    class Teaches(nn.Module):
-        def forward(self, x):
-            with torch.no_grad():
-                return x + inner(F.dropout(x, 0.5)).to(x.device)
-
-    model = pipe(nn.Linear(4, 4), Teaches(), nn.Linear(4, 3), name="outer")
-    before = torch.get_rng_state()
-    torch.empty((), dtype=torch.int64).random_()
-    expected = torch.get_rng_state()
-    torch.set_rng_state(before)
-    thread = threading.Thread(target=train, args=(model, all_recomputed(2)), daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert model[2].weight.grad is not None
-    assert torch.equal(expected, torch.get_rng_state())  # moved once, by the outer one
 
 
 SHAPES = [(7,), (4096,), (5000,), (3, 4097), (1200, 900)]  # less than a row of the sums, one, and more than 128

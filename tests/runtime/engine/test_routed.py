@@ -350,15 +350,6 @@ def test_a_failure_half_way_leaves_nothing_behind(kind):
     assert_same_gradients(gradients(model), gradients(plain))
 
 
-def test_experts_of_few_bytes_are_uploaded_ahead(monkeypatch):
-    nbytes = EXPERTS * WIDTH * WIDTH * 4
-    contents = scan([ByRow()])[0]
-    monkeypatch.setattr(partial_table, "LEAST_BYTES", nbytes)
-    assert list(find_groups(contents)) == ["weight"]
-    monkeypatch.setattr(partial_table, "LEAST_BYTES", nbytes + 1)
-    assert not find_groups(contents)
-
-
 @pytest.mark.parametrize(("experts", "is_on_demand"), [((0, 1, 2, 3, 4, 5), True), ((0, 1, 2, 3, 4, 5, 6), False)])
 def test_a_run_like_one_that_needed_most_experts_uploads_all_ahead(experts, is_on_demand):
     """Six of eight are three quarters, which is on demand; seven are not. A batch of another size is looked at anew."""
@@ -374,7 +365,7 @@ def test_a_run_like_one_that_needed_most_experts_uploads_all_ahead(experts, is_o
     assert skipped(rows_to(2, rows=1)) > 0
 
 
-def test_groups_are_named_by_their_place_and_a_list_of_different_modules_has_none():
+def test_groups_are_named_by_their_place_and_have_enough_bytes_and_modules_of_one_kind(monkeypatch):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -390,6 +381,9 @@ def test_groups_are_named_by_their_place_and_a_list_of_different_modules_has_non
     listed = {f"listed.*.{place}.{name}": 2 for place in (0, 1) for name in ("weight", "bias")}
     keyed = {f"keyed.*.{key}.{name}": 2 for key in ("up", "down") for name in ("weight", "bias")}
     assert found == {"rows": 1, "named.*.weight": 2, "named.*.bias": 2, **listed, **keyed}
+    for least, names in ((EXPERTS * WIDTH * WIDTH * 4, ["weight"]), (EXPERTS * WIDTH * WIDTH * 4 + 1, [])):
+        monkeypatch.setattr(partial_table, "LEAST_BYTES", least)
+        assert list(find_groups(scan([ByRow()])[0])) == names
 
 
 def test_a_timeline_states_the_bytes():

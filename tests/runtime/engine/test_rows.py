@@ -29,11 +29,6 @@ class Recurrent(nn.RNN):
         return super().forward(x)[0]
 
 
-def turned(inner):
-    """Has its rows first, and turns them for a layer that has them second."""
-    return module_of(lambda self, x: self.inner(x.transpose(0, 1)).transpose(0, 1), inner=inner).train()
-
-
 def call(pipe, way, inputs=X, num_microbatch=2, **options):
     config = RoundPipeRunConfig(num_microbatch=num_microbatch, loss_reduction="mean", **options)
     if way == "loss":
@@ -67,17 +62,6 @@ def test_the_rule_of_the_error_gives_the_numbers_of_the_plain_layers(replicas):
     call(pipe, "gradients", **rules).square().sum().backward()
     plain(X).square().sum().backward()
     assert near_gradients(pipe, plain, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: encoder(batch_first=True), lambda: nn.Sequential(turned(Recurrent(8, 8)), nn.Linear(8, 8))]
-)
-def test_layers_that_keep_rows_apart_are_accepted(make):
-    plain = make().eval()
-    pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
-    with torch.no_grad():
-        for _ in range(2):
-            assert torch.allclose(call(pipe, "no gradients"), plain(X), atol=1e-5)
 
 
 LABELS = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -438,30 +422,6 @@ def test_layers_that_cannot_be_tried_are_named_when_they_run():
         warns = pytest.warns(UserWarning, match=r"could not be checked.*four rows, please")
         with warns if number == 1 else contextlib.nullcontext():
             call(pipe, "no gradients", torch.cat([X, X[:2]]))
-
-
-class Remembers(nn.Module):
-    """Keeps what it has seen in attributes: a number, a list, a table, a tensor, and one that it makes at first."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.rows, self.sizes, self.total = 0, [], {}, torch.zeros(())
-
-    def forward(self, x):
-        self.calls += 1
-        self.rows.append(len(x))
-        self.sizes[len(x)] = self.sizes.get(len(x), 0) + 1
-        self.total += len(x)
-        self.first = getattr(self, "first", len(x))
-        return 2 * x
-
-
-def test_what_a_layer_remembers_is_of_batches_only():
-    layer = Remembers()
-    pipe = RoundPipe(layer, devices="virtual:1", model_run_config=RoundPipeRunConfig(num_microbatch=3))
-    with torch.no_grad():
-        assert torch.equal(pipe(X), 2 * X)
-    assert (layer.calls, layer.rows, layer.sizes, layer.total.item(), layer.first) == (3, [2, 2, 2], {2: 3}, 6, 2)
 
 
 class Begins(nn.Module):

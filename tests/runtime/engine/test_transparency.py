@@ -3,7 +3,6 @@
 A refusal is right wherever it is not clear what to split; another number without an error never is.
 """
 
-import contextlib
 import copy
 import itertools
 import random
@@ -16,19 +15,11 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from roundpipe_runtime import (
-    JoinError,
-    LossError,
-    Replicate,
-    RoundPipe,
-    RoundPipePackedData,
-    RoundPipeRunConfig,
-    SplitError,
-    TensorChunkSpec,
-    WeightedLoss,
-)
+from roundpipe_runtime import RoundPipe, RoundPipePackedData, RoundPipeRunConfig, WeightedLoss
+from roundpipe_runtime.batch.spec import Replicate, TensorChunkSpec
 from roundpipe_runtime.engine.draws import run_base
 from roundpipe_runtime.engine.recomputed import call_seed
+from roundpipe_runtime.errors import JoinError, LossError, SplitError
 from tests.cases import examples
 from tests.runtime.small import (
     batch,
@@ -69,7 +60,6 @@ def four():
         yield made
 
 
-@contextlib.contextmanager
 def wrapped(model, four, case, **fields):
     plan = cut_plan(len(model), case["forward"], case["backward"], case["fused"])
     config = RoundPipeRunConfig(
@@ -78,7 +68,7 @@ def wrapped(model, four, case, **fields):
     pipe = RoundPipe(model, devices=four[: case["devices"]], model_run_config=config)
     # whether layers stay on a device between their two passes
     pipe._rp_engine.planner.fits = lambda: case.get("fits", True)
-    yield pipe
+    return pipe
 
 
 def parts_of(case, *tensors):
@@ -117,9 +107,9 @@ def test_means_and_gradients_are_those_of_the_whole_batch(four, case, times):
     model = small_model(tied=case["tied"])
     inputs, labels = batch(case["rows"])
     expected = plain_run(model, inputs, labels, F.mse_loss, times)
-    with wrapped(model, four, case, loss_reduction="mean") as pipe:
-        for _ in range(times):
-            loss = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    pipe = wrapped(model, four, case, loss_reduction="mean")
+    for _ in range(times):
+        loss = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     assert relative_error(loss, expected.loss) < TOLERANCE
     assert_near(model, expected)
 
@@ -139,8 +129,8 @@ def test_pairs_of_sum_and_weight_are_exact(four, case, data):
         return pair(outputs, (labels, counts)).sum / max(counts.sum(), 1)
 
     expected = plain_run(model, inputs, labels, whole)
-    with wrapped(model, four, case) as pipe:
-        loss = pipe.forward_backward((inputs,), label=(labels, counts.float()), loss_fn=pair)
+    pipe = wrapped(model, four, case)
+    loss = pipe.forward_backward((inputs,), label=(labels, counts.float()), loss_fn=pair)
     assert relative_error(loss, expected.loss) < TOLERANCE
     assert_near(model, expected)
 
@@ -167,8 +157,8 @@ def test_device_count_and_plan_change_no_bit(four, case, dropout, norm, dtype):
 def two_runs(model, four, case, inputs, labels):
     """Losses, gradients and buffers."""
     torch.manual_seed(0)
-    with wrapped(model, four, case, loss_reduction="mean") as pipe:
-        losses = [pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss) for _ in range(2)]
+    pipe = wrapped(model, four, case, loss_reduction="mean")
+    losses = [pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss) for _ in range(2)]
     return [*losses, *state(model)]
 
 
@@ -193,9 +183,9 @@ def test_dropout_is_that_of_the_plain_model_with_the_same_seeds(four, case, time
         torch.set_rng_state(before)
         torch.empty((), dtype=torch.int64).random_()  # as a run that draws moves it
     torch.set_rng_state(begin)
-    with wrapped(model, four, case, loss_reduction="mean") as pipe:
-        for _ in range(times):
-            found = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    pipe = wrapped(model, four, case, loss_reduction="mean")
+    for _ in range(times):
+        found = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     assert relative_error(found, torch.tensor(total)) < TOLERANCE
     assert near_gradients(model, reference)
 
@@ -212,8 +202,8 @@ def test_batch_norm_sees_its_microbatches_in_sequence(four, case):
     reference = copy.deepcopy(model)
     for part, label in parts_of(case, inputs, labels):
         (F.mse_loss(reference(part), label) * (len(part) / len(inputs))).backward()
-    with wrapped(model, four, case, loss_reduction="mean") as pipe:
-        pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    pipe = wrapped(model, four, case, loss_reduction="mean")
+    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     assert near_gradients(model, reference)
     found, expected = dict(model.named_buffers()), dict(reference.named_buffers())
     assert len(found) == 3

@@ -1,7 +1,6 @@
 """Losses that choose rows by values: another loss for each split, which the first rows of a batch need not show."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -18,30 +17,6 @@ def each(outputs, labels):
     return F.cross_entropy(outputs, labels, reduction="none")
 
 
-def of_one_class(outputs, labels):
-    return each(outputs, labels)[labels == 1].mean()
-
-
-def of_one_class_or_zero(outputs, labels):
-    chosen = labels == 2
-    return each(outputs, labels)[chosen].sum() / chosen.sum().clamp(min=1)
-
-
-def by_product(outputs, labels):
-    weights = (labels == 1).float()
-    return (each(outputs, labels) * weights).sum() / weights.sum().clamp(min=1e-6)
-
-
-def with_a_term_of_one_class(outputs, labels):
-    loss = each(outputs, labels).mean()
-    return loss + 3 if (labels == 2).any() else loss
-
-
-def of_confident_rows(outputs, labels):
-    chosen = outputs.detach().softmax(-1).amax(-1) > 0.35
-    return each(outputs, labels)[chosen].mean()
-
-
 def balanced(outputs, labels):
     weights = 1 / torch.bincount(labels, minlength=4).clamp(min=1)
     return (each(outputs, labels) * weights[labels]).sum() / weights[labels].sum()
@@ -55,21 +30,18 @@ def in_a_loop(outputs, labels):
     return total / max(number, 1)
 
 
-def counted(outputs, labels):
-    return F.cross_entropy(outputs, labels, reduction="sum") / (labels != -100).sum().item()
-
-
-def by_a_limit(outputs, labels):
-    loss = each(outputs, labels).mean()
-    return loss * 2 if labels.max().item() > 2 else loss
-
-
-def of_exchanged_rows(outputs, labels):
-    return F.mse_loss(outputs, outputs[torch.randperm(len(outputs))].detach())
-
-
-WRONG = [of_one_class, of_one_class_or_zero, by_product, with_a_term_of_one_class, of_confident_rows, balanced,
-         in_a_loop, counted, by_a_limit, of_exchanged_rows]  # fmt: skip
+WRONG = {
+    "of one class": lambda out, y: each(out, y)[y == 1].mean(),
+    "of one class or zero": lambda out, y: each(out, y)[y == 2].sum() / (y == 2).sum().clamp(min=1),
+    "by product": lambda out, y: (each(out, y) * (y == 1)).sum() / (y == 1).float().sum().clamp(min=1e-6),
+    "with a term of one class": lambda out, y: each(out, y).mean() + (3 if (y == 2).any() else 0),
+    "of confident rows": lambda out, y: each(out, y)[out.detach().softmax(-1).amax(-1) > 0.35].mean(),
+    "balanced": balanced,
+    "in a loop": in_a_loop,
+    "counted": lambda out, y: F.cross_entropy(out, y, reduction="sum") / (y != -100).sum().item(),
+    "by a limit": lambda out, y: each(out, y).mean() * (2 if y.max().item() > 2 else 1),
+    "of exchanged rows": lambda out, y: F.mse_loss(out, out[torch.randperm(len(out))].detach()),
+}
 LABELS = [1, 1, 1, 0, 2, 1, 0, 3, 1]
 MEAN = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
 
@@ -82,7 +54,7 @@ def made():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("loss_fn", WRONG)
+@pytest.mark.parametrize("loss_fn", WRONG.values(), ids=WRONG)
 def test_a_loss_that_depends_on_the_split_is_refused_before_the_first_gradient(loss_fn, reduction):
     """In the first three rows it is a mean over rows."""
     _, x, y, pipeline = made()
@@ -137,12 +109,10 @@ def test_means_over_rows_of_a_mask_are_those_of_the_plain_model(name, first, dty
         assert near_gradients(pipeline, plain)
 
 
-def sum_of_one_class(outputs, labels):
-    return WeightedLoss(each(outputs, labels)[labels == 1].sum(), (labels == 1).sum())
-
-
-def sum_with_a_number(outputs, labels):
-    return WeightedLoss((each(outputs, labels) * (labels != -100)).sum(), (labels != -100).sum().item())
+SUMS = [
+    lambda out, y: WeightedLoss(each(out, y)[y == 1].sum(), (y == 1).sum()),
+    lambda out, y: WeightedLoss((each(out, y) * (y != -100)).sum(), (y != -100).sum().item()),
+]
 
 
 def larger_where_wrong(outputs, labels):
@@ -176,12 +146,8 @@ def noted(outputs, labels):
 @pytest.mark.parametrize(
     ("loss_fn", "reduction", "count"),
     [
-        *itertools.product(
-            [sum_of_one_class, sum_with_a_number, larger_where_wrong, checked, noted, with_metric, F.cross_entropy],
-            ["mean"],
-            [4],
-        ),
-        *itertools.product([of_one_class, by_product, with_a_term_of_one_class, in_a_loop], ["joined"], [3]),
+        *((loss, "mean", 4) for loss in (*SUMS, larger_where_wrong, checked, noted, with_metric, F.cross_entropy)),
+        *((WRONG[name], "joined", 3) for name in ("of one class", "with a term of one class", "in a loop")),
     ],
 )
 def test_a_loss_of_each_row_may_decide_by_values_and_a_joined_one_too(loss_fn, reduction, count):
@@ -207,21 +173,20 @@ def test_labels_of_another_kind_are_checked_anew():
         pipeline.forward_backward((x,), label=torch.rand(ROWS, 4), loss_fn=loss_fn, run_config=MEAN)
 
 
-def of_confident_tokens(outputs, labels):
-    chosen = outputs.detach().softmax(-1).amax(-1) > 0.5
-    return each(outputs, labels.flatten())[chosen].mean()
-
-
 def test_rows_and_tokens_on_one_axis_get_other_values():
     """In all rows of the batch, each token is chosen: only other values show that the loss chooses tokens."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Flatten(0, 1))
     model[2].bias.data[0] = 3.0
     x, y = torch.randn(ROWS, 6, 4), torch.randint(0, 4, (ROWS, 6))
-    assert (model(x).softmax(-1).amax(-1) > 0.5).all()
+
+    def is_chosen(outputs):
+        return outputs.detach().softmax(-1).amax(-1) > 0.5
+
+    assert is_chosen(model(x)).all()
     pipeline = RoundPipe(model, devices="virtual:2")
     call = {"label": y, "run_config": MEAN}
     found = pipeline.forward_backward((x,), loss_fn=lambda out, y: each(out, y.flatten()).mean(), **call)
     assert near(found, F.cross_entropy(model(x), y.flatten()))
     with pytest.raises(LossError, match="other values"):
-        pipeline.forward_backward((x,), loss_fn=of_confident_tokens, **call)
+        pipeline.forward_backward((x,), loss_fn=lambda out, y: each(out, y.flatten())[is_chosen(out)].mean(), **call)

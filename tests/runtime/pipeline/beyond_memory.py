@@ -1,12 +1,11 @@
 """Train a model with its state on a disk, and measure resident memory. A program of its own.
 
-    python -m tests.runtime.pipeline.beyond_memory FOLDER --host disk --layers 12 --width 512
+    python -m tests.runtime.pipeline.beyond_memory FOLDER disk 12
 
 It prints a line of JSON: bytes of weights, gradients, master weights and moments, the losses, and the largest resident
 memory that came on top of what the process had before, by what it was doing.
 """
 
-import argparse
 import contextlib
 import json
 import pathlib
@@ -20,6 +19,7 @@ from roundpipe_runtime import OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_
 
 # Bytes per parameter: weight in bfloat16; gradient, master weight and two moments in float32.
 BYTES = 2 + 4 + 4 + 8
+WIDTH, STEPS = 512, 2
 
 
 class Block(nn.Module):
@@ -54,33 +54,27 @@ class Peaks:
         self.found[what] = max(self.found.get(what, 0), status("VmHWM") - self.before)
 
 
-def pipeline(options: argparse.Namespace) -> tuple[RoundPipe, torch.optim.Optimizer]:
+def pipeline(folder: pathlib.Path, host: str, layers: int) -> tuple[RoundPipe, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(options.width).bfloat16() for _ in range(options.layers)])
+    model = nn.Sequential(*[Block(WIDTH).bfloat16() for _ in range(layers)])
     config = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
-    host = f"disk:{options.folder}" if options.host == "disk" else "memory"
-    pipe = RoundPipe(model, torch.float32, devices="virtual:1", model_run_config=config, host=host)
+    place = f"disk:{folder}" if host == "disk" else "memory"
+    pipe = RoundPipe(model, torch.float32, devices="virtual:1", model_run_config=config, host=place)
     with OptimizerCtx():
         return pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--host", choices=["memory", "disk"], default="disk")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=2)
-    options = parser.parse_args()
+    folder, host, layers = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     with torch.device("meta"):
-        count = options.layers * sum(p.numel() for p in Block(options.width).parameters())
+        count = layers * sum(p.numel() for p in Block(WIDTH).parameters())
     peaks = Peaks()
     with peaks.during("made"):
-        pipe, optimizer = pipeline(options)
+        pipe, optimizer = pipeline(folder, host, layers)
     losses = []
-    x = torch.randn(8, options.width, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for _ in range(options.steps):
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(STEPS):
         with peaks.during("run"):
             loss = pipe.forward_backward((x,), label=x.float(), loss_fn=lambda out, label: ((out - label) ** 2).mean())
             losses.append(loss.item().hex())
@@ -89,9 +83,9 @@ def main() -> None:
         with peaks.during("step"):
             pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     with peaks.during("save"):
-        save_checkpoint(options.folder / "checkpoints", pipe, optimizer=optimizer)
+        save_checkpoint(folder / "checkpoints", pipe, optimizer=optimizer)
     with peaks.during("load"):
-        load_checkpoint(options.folder / "checkpoints", pipe, optimizer=optimizer)
+        load_checkpoint(folder / "checkpoints", pipe, optimizer=optimizer)
     pipe.close()
     sys.stdout.write(json.dumps({"state": BYTES * count, "losses": losses, **peaks.found}) + "\n")
 

@@ -260,7 +260,7 @@ def test_memory_grows_by_a_third_of_an_added_state_at_most(folder_on_disk):
     """Two sizes of a model: the memory of the libraries, the same for both, would hide a bound at one size."""
 
     def printed(host, layers):
-        program = ("-m", "tests.runtime.pipeline.beyond_memory", folder_on_disk, "--host", host, "--layers", layers)
+        program = ("-m", "tests.runtime.pipeline.beyond_memory", folder_on_disk, host, layers)
         done = fresh_process.run(*program, timeout=600, imported=fresh_process.TRAINER)
         return json.loads(done.stdout.splitlines()[-1])
 

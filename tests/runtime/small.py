@@ -61,6 +61,16 @@ def batch(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 4, generator=generator), torch.randn(rows, 3, generator=generator)
 
 
+def rows(count: int, *shape: int) -> torch.Tensor:
+    """A tensor whose values tell the row."""
+    return torch.arange(count).reshape(count, *[1] * len(shape)).expand(count, *shape).contiguous()
+
+
+def firsts(parts: Any, pick: Any) -> list[Any]:
+    """The rows that each microbatch got."""
+    return [pick(part).flatten(1)[:, 0].tolist() if pick(part).dim() > 1 else pick(part).tolist() for part in parts]
+
+
 def cut_plan(num_layers: int, forward: list[int], backward: list[int], fused: int) -> ModelExecutePlan:
     """A plan for ``forward_backward`` with cuts behind these layers; the last ``fused`` layers are the fused stage."""
     behind = num_layers - fused

@@ -14,8 +14,7 @@ from roundpipe_runtime.batch.spec import Replicate, TensorChunkSpec
 from roundpipe_runtime.batch.splitting import split, split_flat
 from roundpipe_runtime.errors import SplitError
 from tests.modules import module_of
-from tests.runtime.batch.rows import firsts, rows
-from tests.runtime.small import without_row_check
+from tests.runtime.small import firsts, rows, without_row_check
 from yobx_flatten import make_dynamic_cache, register_flattening_functions
 
 

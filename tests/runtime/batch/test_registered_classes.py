@@ -1,6 +1,7 @@
 """Registered classes and block masks are split and joined."""
 
 import functools
+import operator
 import re
 
 import pytest
@@ -15,8 +16,9 @@ from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.device.transfer import cut_mask, parts_of_mask
 from roundpipe_runtime.errors import UnregisteredObjectError
 from tests.flatten.nodes import Dense, TrainState
-from tests.runtime.batch.rows import rows
+from tests.modules import Answers
 from tests.runtime.documents import BatchResult, FlexibleOutput, ModelOutput, TransformerOutput
+from tests.runtime.small import rows
 from yobx_flatten import (
     functions_from_fields,
     make_dynamic_cache,
@@ -164,16 +166,11 @@ class Attention(nn.Module):
         return {"x": flex_attention(y, y, y, block_mask=mask).squeeze(1), "mask": mask}
 
 
-class Last(nn.Module):
-    def forward(self, given):
-        return given["x"]
-
-
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     # torch has no backward of flex attention on the CPU
-    return nn.Sequential(Attention(), Attention(), Last()).requires_grad_(False)
+    return nn.Sequential(Attention(), Attention(), Answers(operator.itemgetter("x"))).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")

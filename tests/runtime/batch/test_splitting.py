@@ -13,7 +13,7 @@ from roundpipe_runtime import ConfigError, RoundPipe, RoundPipePackedData
 from roundpipe_runtime.batch.spec import Replicate, TensorChunkSpec
 from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import SplitError
-from tests.runtime.batch.rows import firsts, rows
+from tests.runtime.small import firsts, rows
 
 
 @pytest.mark.parametrize("batch", range(1, 18))
@@ -29,6 +29,9 @@ def test_a_batch_without_rows_or_tensors_is_one_microbatch():
     assert (part.rows, part.args[0].shape) == (0, (0, 3))
     (part,) = split((3,), {"mode": "x"}, None, 4)
     assert (part.args, part.rows) == ((3,), 1)
+    for count in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="num_microbatch must be a number of at least 1"):
+            split((rows(4),), {}, None, count)
 
 
 def test_arguments_keyword_arguments_and_labels_are_cut_together_as_views():
@@ -109,15 +112,18 @@ def test_other_arguments_are_refused(pipe, args, kwargs, options, message):
 
 
 def test_labels_that_want_a_gradient_are_refused_by_their_path(pipe):
-    """Nothing would flow back into them; detached ones run."""
+    """Nothing would flow back into them, also in packed data; detached ones run."""
     target = torch.ones(2, 4, requires_grad=True)
 
     def loss_fn(outputs, label):
         return F.mse_loss(outputs, label["soft"][0])
 
     with pytest.raises(ConfigError, match=r"label\['soft'\]\[0\] requires a gradient"):
-        pipe.forward_backward((torch.ones(2, 4),), label={"soft": [target]}, loss_fn=loss_fn)
-    pipe.forward_backward((torch.ones(2, 4),), label={"soft": [target.detach()]}, loss_fn=loss_fn)
+        pipe.forward_backward((X,), label={"soft": [target]}, loss_fn=loss_fn)
+    pipe.forward_backward((X,), label={"soft": [target.detach()]}, loss_fn=loss_fn)
+    with pytest.raises(ConfigError, match="label requires a gradient"):
+        pipe.forward_backward((X,), label=RoundPipePackedData(target.split(1)), loss_fn=F.mse_loss)
+    pipe.forward_backward((X,), label=RoundPipePackedData(target.detach().split(1)), loss_fn=F.mse_loss)
     assert pipe[0].weight.grad is not None
 
 

@@ -200,10 +200,6 @@ def test_attributes_and_gradients_are_those_of_the_plain_layers(kind, microbatch
             assert near(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def split_by(part):
-    return module_class("Split", lambda self, x: (x, part(x)))()
-
-
 class Writes(nn.Module):
     def __init__(self, number):
         super().__init__()
@@ -225,7 +221,8 @@ PARTS = {
 
 def split_model(part, number, *between):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), split_by(part), *between, Writes(number), nn.Tanh(), nn.Linear(8, 4))
+    split = module_class("Split", lambda self, x: (x, part(x)))
+    return nn.Sequential(nn.Linear(8, 8), split(), *between, Writes(number), nn.Tanh(), nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize("passes", [0, 1])

@@ -255,10 +255,6 @@ def hooked(back):
     return lambda: Layer(lambda layer, x: (x.register_hook(back), x)[1] if x.requires_grad else x)
 
 
-def by_the_largest(layer, x):
-    return x + (x - x.detach()) * x.detach().amax()
-
-
 MIXES_BACK = {
     "by the number of ids": lambda: looks_up(nn.Embedding(2, 8, scale_grad_by_freq=True)),
     "by the number of ids, summed": lambda: looks_up(nn.EmbeddingBag(2, 8, mode="sum", scale_grad_by_freq=True)),
@@ -266,7 +262,7 @@ MIXES_BACK = {
     "by the number of rows": backward(lambda gradient: gradient / len(gradient)),
     "less the mean": backward(lambda gradient: gradient - gradient.mean(0)),
     "by the norm, in a hook": hooked(lambda gradient: gradient / gradient.norm()),
-    "by the largest number": lambda: Layer(by_the_largest),
+    "by the largest number": lambda: Layer(lambda layer, x: x + (x - x.detach()) * x.detach().amax()),
     "of all but the first row": lambda: Layer(lambda layer, x: torch.cat([x[:1].detach(), x[1:]])),
 }
 APART_BACK = {

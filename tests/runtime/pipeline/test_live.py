@@ -72,12 +72,8 @@ def test_a_forward_that_is_set_after_wrapping(wrap):
         pipe.forward_backward((x,), label=y, loss_fn=F.mse_loss)
 
 
-def _triple(module, args):
-    return (args[0] * 3,)
-
-
 HOOKS = {
-    "pre": lambda model: model.register_forward_pre_hook(_triple),
+    "pre": lambda model: model.register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
     "forward": lambda model: model.register_forward_hook(lambda module, args, output: output * 3),
     "backward": lambda model: model.register_full_backward_hook(lambda module, given, out: (given[0],)),
     "backward pre": lambda model: model.register_full_backward_pre_hook(lambda module, out: (out[0] * 3,)),

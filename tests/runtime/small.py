@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_runtime import Device, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice
+from roundpipe_runtime import Device, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice, WeightedLoss
 
 
 class Tied(nn.Module):
@@ -128,6 +128,17 @@ def near_gradients(found: Any, expected: Any, **tolerance: float) -> bool:
     one, other = (list(of.parameters() if isinstance(of, nn.Module) else of) for of in (found, expected))
     pairs = [(p.grad, q.grad) for p, q in zip(one, other, strict=True)]
     return all(torch.allclose(p, q, **tolerance) if tolerance else near(p, q) for p, q in pairs)
+
+
+def trains_like(
+    pipe: Any, plain: Any, loss_fn: Any, inputs: Any, labels: Any, *, own: Any = None, config: Any = None, **near: float
+) -> bool:
+    """Whether loss and gradients of a call are those of the plain layers, whose loss may be an object of their own."""
+    expected = (own or loss_fn)(plain(inputs), labels)
+    expected = expected.sum / expected.weight if isinstance(expected, WeightedLoss) else expected
+    expected.backward()
+    found = pipe.forward_backward((inputs,), label=labels, loss_fn=loss_fn, run_config=config)
+    return relative_error(found, expected) < 1e-6 and near_gradients(pipe, plain, **near)
 
 
 def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

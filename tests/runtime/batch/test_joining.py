@@ -19,13 +19,8 @@ from roundpipe_runtime.errors import JoinError
 from tests.cases import examples
 from tests.flatten.nodes import Dense, TrainState
 from tests.runtime.documents import BatchResult, FlexibleOutput, TransformerOutput
-from yobx_flatten import (
-    make_dynamic_cache,
-    make_encoder_decoder_cache,
-    register_class_flattening,
-    register_flattening_functions,
-    unregister_class_flattening,
-)
+from yobx_flatten import make_dynamic_cache, make_encoder_decoder_cache
+from yobx_flatten.declare import register_class_flattening, register_flattening_functions, unregister_class_flattening
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -26,6 +26,10 @@ def test_packed_data_goes_entry_by_entry_and_the_rest_follows_its_rows():
     parts = split((packed,), {}, rows(4), 8)
     assert [part.args[0] is entry for part, entry in zip(parts, packed, strict=True)] == [True, True]
     assert firsts(parts, lambda part: part.label) == [[0, 1, 2], [3]]
+    labels = RoundPipePackedData([rows(1), rows(2), rows(1)])
+    parts = split((rows(4),), {}, labels, 2)
+    assert firsts(parts, lambda part: part.args[0]) == [[0], [1, 2], [3]]
+    assert [part.label is entry for part, entry in zip(parts, labels, strict=True)] == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -79,13 +83,6 @@ def test_a_rule_for_packed_data_is_taken(rule):
     parts = split((rows(3), packed), {}, None, 2, split_input=spec)
     assert [part.args[1] is entry for part, entry in zip(parts, packed, strict=True)] == [True, True]
     assert firsts(parts, lambda part: part.args[0]) == [[0, 1], [2]]
-
-
-def test_packed_labels_are_taken_entry_by_entry():
-    packed = RoundPipePackedData([rows(1), rows(2), rows(1)])
-    parts = split((rows(4),), {}, packed, 2)
-    assert firsts(parts, lambda part: part.args[0]) == [[0], [1, 2], [3]]
-    assert [part.label is entry for part, entry in zip(parts, packed, strict=True)] == [True] * 3
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -19,13 +19,8 @@ from tests.flatten.nodes import Dense, TrainState
 from tests.modules import Answers
 from tests.runtime.documents import BatchResult, FlexibleOutput, ModelOutput, TransformerOutput
 from tests.runtime.small import rows
-from yobx_flatten import (
-    functions_from_fields,
-    make_dynamic_cache,
-    register_class_flattening,
-    register_flattening_functions,
-    unregister_class_flattening,
-)
+from yobx_flatten import functions_from_fields, make_dynamic_cache
+from yobx_flatten.declare import register_class_flattening, register_flattening_functions, unregister_class_flattening
 
 # what is not compiled is slow, torch says; here it is the reference
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

@@ -281,8 +281,10 @@ def test_leaves_that_are_cut_each_for_itself_have_as_many_microbatches_as_the_sh
     assert [part.rows for part in parts] == [None, None]
 
 
-def test_two_sizes_without_labels_are_refused_by_key_path():
-    """Nothing says whether 8 or 3 is the batch."""
+def test_two_sizes_are_refused_by_key_path():
+    """Nothing says whether 8 or 3 is the batch, or 8 or 7."""
+    with pytest.raises(SplitError, match=re.escape("different numbers of rows: axis 0 has 8 in args[0]; 7 in label")):
+        split((rows(8, 5),), {}, rows(7), 2)
     with pytest.raises(SplitError) as caught:
         split((rows(8, 5),), {"weight": torch.zeros(3)}, None, 2)
     assert str(caught.value) == (
@@ -290,11 +292,6 @@ def test_two_sizes_without_labels_are_refused_by_key_path():
         "that every microbatch gets whole:\n"
         "    RoundPipeRunConfig(split_input={\"kwargs['weight']\": Replicate})"
     )
-
-
-def test_inputs_and_labels_of_different_sizes_are_refused():
-    with pytest.raises(SplitError, match=re.escape("different numbers of rows: axis 0 has 8 in args[0]; 7 in label")):
-        split((rows(8, 5),), {}, rows(7), 2)
 
 
 @pytest.mark.parametrize(

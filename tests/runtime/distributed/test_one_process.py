@@ -35,8 +35,6 @@ from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads
 from tests.runtime.small import batch, near, near_gradients, small_model
 
 MEAN = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
-
-
 MSE = nn.functional.mse_loss
 
 

@@ -4,6 +4,14 @@ import pytest
 from torch import nn
 
 from roundpipe_runtime import RoundPipe
+from tests.runtime.small import checked_devices
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Four devices that check every access, for all examples: a new set per example would start 4 threads each."""
+    with checked_devices(4) as made:
+        yield made
 
 
 @pytest.fixture

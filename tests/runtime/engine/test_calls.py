@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
 from roundpipe_runtime.errors import ConfigError
 from tests.modules import module_class
-from tests.runtime.small import all_recomputed, batch, near, near_gradients, same_bits, small_model
+from tests.runtime.small import all_recomputed, batch, near, near_gradients, same_bits, small_model, trains_like
 
 F = nn.functional
 
@@ -160,13 +160,8 @@ def test_a_thread_local_of_the_caller_is_seen_by_layers(kind, devices):
         pipeline.zero_grad()
         for local in (STATE, SWITCHES.local, OWN):
             local.scale = scale
-        expected = F.mse_loss(plain(X), Y) * factor()
-        expected.backward()
-        found = pipeline.forward_backward(
-            (X,), label=Y, loss_fn=lambda out, y: F.mse_loss(out, y) * factor(), run_config=all_recomputed(3, 1)
-        )
-        assert near(found, expected)
-        assert near_gradients(model, plain)
+        config = all_recomputed(3, 1)
+        assert trains_like(pipeline, plain, lambda out, y: F.mse_loss(out, y) * factor(), X, Y, config=config)
 
 
 class Doubles(TorchFunctionMode):

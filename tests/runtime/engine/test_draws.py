@@ -80,11 +80,6 @@ def found_states():
     np.random.set_state(before[0]), random.setstate(before[1]), torch.set_rng_state(before[2])
 
 
-@pytest.fixture
-def pipe():
-    return lambda model, devices="virtual:2:check", **options: RoundPipe(model, devices=devices, **options)
-
-
 def all_recomputed(layers, microbatches, **fields):
     cut = [range(1), range(1, layers)] if layers > 1 else [range(1)]
     plan = ModelExecutePlan(cut, [range(layers, layers + 1), *reversed(cut)])
@@ -121,7 +116,7 @@ def test_one_microbatch_draws_what_the_plain_layers_draw(pipe, kind, grain):
 @pytest.mark.parametrize("classic", [False, True])
 def test_gradients_are_those_of_the_loss_with_several_microbatches(pipe, kind, classic):
     """The loss is proportional to each weight, so that weight times gradient is the loss, if both have one mask."""
-    model = pipe(model_of(kind), "virtual:3:check")
+    model = pipe(model_of(kind), devices="virtual:3:check")
     if classic:
         loss = model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3)).sum()
         loss.backward()
@@ -141,7 +136,7 @@ def test_masks_do_not_depend_on_the_devices_and_a_failed_run_draws_nothing(pipe,
     config = RoundPipeRunConfig(num_microbatch=3)
     for devices in ("virtual:1", "virtual:3"):
         np.random.seed(7), random.seed(7)
-        model = pipe(model_of(kind), devices)
+        model = pipe(model_of(kind), devices=devices)
         found = [model.forward_backward((INPUTS,), loss_fn=total, run_config=config).item() for _ in range(2)]
         seen.append((found, states(model.model)))
     assert seen[0] == seen[1]
@@ -210,7 +205,7 @@ def test_a_pipeline_inside_a_layer_that_draws_repeats_its_masks(pipe):
 
     The layer does not wait for itself, and each run moves the generator by one number, that of the outer pipeline.
     """
-    inner = pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()).train(), "virtual:2", name="inner")
+    inner = pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()).train(), devices="virtual:2", name="inner")
 
     class Asks(nn.Module):
         def __init__(self):
@@ -220,7 +215,7 @@ def test_a_pipeline_inside_a_layer_that_draws_repeats_its_masks(pipe):
         def forward(self, x):
             return inner(F.dropout(x, 0.5)).to(x.device) * self.weight
 
-    model = pipe(nn.Sequential(Asks(), nn.Identity()), "virtual:2", name="outer")
+    model = pipe(nn.Sequential(Asks(), nn.Identity()), devices="virtual:2", name="outer")
     config = all_recomputed(1, 2)
     for _ in range(2):
         model[0].weight.grad, before = None, torch.get_rng_state()
@@ -237,7 +232,7 @@ def test_pipelines_made_on_one_line_draw_for_themselves(pipe):
 
     def masks():
         torch.manual_seed(5)
-        members = [pipe(nn.Sequential(nn.Identity(), nn.Dropout(0.5)).train(), "virtual:2") for _ in range(2)]
+        members = [pipe(nn.Sequential(nn.Identity(), nn.Dropout(0.5)).train(), devices="virtual:2") for _ in range(2)]
         return [member(torch.ones(12, 64)) for member in members]
 
     first, second = masks()
@@ -259,7 +254,7 @@ def test_pipelines_of_several_threads_draw_for_themselves(pipe):
     def run(model):
         return model(torch.ones(12, 64), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
 
-    made = [pipe(nn.Sequential(Waits(), nn.Dropout(0.5)).train(), "virtual:1") for _ in range(2)]
+    made = [pipe(nn.Sequential(Waits(), nn.Dropout(0.5)).train(), devices="virtual:1") for _ in range(2)]
     for model in made:  # what the layers do is known
         run(model)
     Waits.waits = True

@@ -12,16 +12,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import DeviceMemoryError, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice
-from tests.runtime.small import (
-    allocated,
-    batch,
-    checked_devices,
-    cut_plan,
-    same_bits,
-    small_model,
-    state,
-    without_row_check,
-)
+from tests.runtime.small import allocated, batch, cut_plan, same_bits, small_model, state, without_row_check
 
 F = nn.functional
 LAYERS = 9
@@ -60,12 +51,6 @@ def train(model, devices, steps=2, **fields):
         losses.append(pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss))
         pipe.step(optimizer.step)
     return [*losses, *state(model), *(p.detach().clone() for p in model.parameters())]
-
-
-@pytest.fixture
-def devices():
-    with checked_devices(2) as made:
-        yield made
 
 
 @pytest.fixture

@@ -7,19 +7,17 @@ from contextlib import closing
 import pytest
 import torch
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, VirtualDevice
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.device import composite
 from roundpipe_runtime.device.composite import all_tensors, parts_of, stored_bytes
 from tests.runtime.few_bits import CONFIG, KINDS, WIDTH, loss_of, model_of, rows, trained_in, trained_plainly
-from tests.runtime.small import without_row_check
+from tests.runtime.small import checked_devices, without_row_check
 
 
 @pytest.fixture(params=[1, 2])
 def devices(request):
-    made = [VirtualDevice(f"virtual:{number}", check=True) for number in range(request.param)]
-    yield made
-    for device in made:
-        device.close()
+    with checked_devices(request.param) as made:
+        yield made
 
 
 def everything(model):

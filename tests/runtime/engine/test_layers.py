@@ -16,7 +16,7 @@ from roundpipe_runtime.engine.layer_graph import check_leaves
 from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
 from roundpipe_runtime.optim.layer_contents import scan
 from tests.modules import Answers, module_class
-from tests.runtime.small import all_recomputed, batch, near, near_gradients, without_row_check
+from tests.runtime.small import all_recomputed, batch, near, near_gradients, trains_like, without_row_check
 
 F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
@@ -262,10 +262,7 @@ def test_a_write_to_memory_of_its_own_is_that_of_the_plain_layers(name):
     plain = copy.deepcopy(model)
     pipeline = RoundPipe(model, devices="virtual:2", model_run_config=RoundPipeRunConfig(num_microbatch=1))
     x = torch.randn(6, 5, 8)
-    expected = plain(x).square().mean()
-    expected.backward()
-    assert near(pipeline.forward_backward((x,), loss_fn=lambda outputs, _: outputs.square().mean()), expected)
-    assert near_gradients(model, plain)
+    assert trains_like(pipeline, plain, lambda outputs, _: outputs.square().mean(), x, None)
 
 
 class Penalised(nn.Linear):

@@ -20,7 +20,7 @@ from roundpipe_runtime.device.worker import generator_lock
 from roundpipe_runtime.engine.code_state import state_of
 from roundpipe_runtime.engine.loss_check import LossChecks, Sample
 from roundpipe_runtime.engine.rows import RowTrial
-from tests.runtime.small import batch, near, near_gradients
+from tests.runtime.small import batch, near, near_gradients, trains_like
 
 F = nn.functional
 
@@ -152,18 +152,6 @@ def found_ways(pipeline):
     return [proof.way for proof in pipeline._rp_engine.loss_checks.proofs.values()]
 
 
-def trains_like(pipeline, plain, loss_fn, own, x, y):
-    """Train once with the pipeline and with the plain layers; whether loss and gradients are the same."""
-    expected = own(plain(x), y)
-    expected = expected.sum / expected.weight if isinstance(expected, WeightedLoss) else expected
-    expected.backward()
-    found = pipeline.forward_backward((x,), label=y, loss_fn=loss_fn)
-    pairs = zip(pipeline.parameters(), plain.parameters(), strict=True)
-    return near(found, expected) and all(
-        torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-5) for one, other in pairs
-    )
-
-
 @pytest.mark.parametrize("rows", [3, 6, 7])
 @pytest.mark.parametrize("name", LOSSES)
 def test_by_default_a_loss_is_that_of_the_plain_layers(name, rows):
@@ -175,7 +163,7 @@ def test_by_default_a_loss_is_that_of_the_plain_layers(name, rows):
     pipeline = RoundPipe(copy.deepcopy(layers), devices="virtual:2")
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        assert trains_like(pipeline, layers, loss_fn, own, x, y)
+        assert trains_like(pipeline, layers, loss_fn, x, y, own=own, rtol=1e-4, atol=1e-5)
     assert found_ways(pipeline) == [way]
     assert [one.category for one in heard] == [RoundPipeWarning] * (way == "joined")
     if isinstance(loss_fn, Learned):
@@ -266,7 +254,7 @@ def test_a_loss_whose_attribute_changes_is_shown_again(after):
         loss_fn.step = call // after
         layers.zero_grad()
         pipeline.zero_grad()
-        assert trains_like(pipeline, layers, loss_fn, loss_fn, x, y)
+        assert trains_like(pipeline, layers, loss_fn, x, y, rtol=1e-4, atol=1e-5)
 
 
 MIXES = False
@@ -446,7 +434,7 @@ def test_a_repeated_proof_takes_no_earlier_one_back(first, then):
         loss_fn.now = first if call < 2 else then  # an attribute changes before call 3, at which nothing else is due
         layers.zero_grad()
         pipeline.zero_grad()
-        assert trains_like(pipeline, layers, loss_fn, loss_fn, x, y)
+        assert trains_like(pipeline, layers, loss_fn, x, y, rtol=1e-4, atol=1e-5)
         ways += found_ways(pipeline)
     before = LOSSES[first][1]
     assert ways == [before] * 2 + [before if then == first else "joined"] * 6

@@ -12,7 +12,7 @@ from torch import nn
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, RoundPipeWarning, SplitError, TensorChunkSpec, WeightedLoss
 from roundpipe_runtime.engine.rows import mixes_rows, with_shared
 from tests.modules import module_of
-from tests.runtime.small import near_gradients
+from tests.runtime.small import near_gradients, trains_like
 from yobx_flatten.core.compare import tolerance
 
 F = nn.functional
@@ -158,12 +158,7 @@ def test_a_layer_that_mixes_rows_is_refused_by_its_place(kind, way):
 def test_one_microbatch_gives_the_numbers_of_the_plain_layers(kind):
     plain = nn.Sequential(nn.Linear(8, 8), MIXES[kind]()).eval()
     pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
-    config = RoundPipeRunConfig(num_microbatch=1)
-    found = pipe.forward_backward((X,), label=LABELS, loss_fn=F.mse_loss, run_config=config)
-    expected = F.mse_loss(plain(X), LABELS)
-    expected.backward()
-    assert torch.allclose(found, expected)
-    assert near_gradients(pipe, plain, atol=1e-6)
+    assert trains_like(pipe, plain, F.mse_loss, X, LABELS, config=RoundPipeRunConfig(num_microbatch=1), atol=1e-6)
 
 
 def experts():

@@ -15,17 +15,7 @@ from roundpipe_runtime.errors import StageError
 from roundpipe_runtime.timeline import Timeline
 from tests.cases import examples
 from tests.modules import module_class
-from tests.runtime.small import (
-    batch,
-    checked_devices,
-    cut_plan,
-    near,
-    near_gradients,
-    same_bits,
-    small_model,
-    state,
-    without_row_check,
-)
+from tests.runtime.small import batch, cut_plan, near_gradients, same_bits, small_model, state, without_row_check
 
 F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
@@ -62,7 +52,7 @@ def test_a_loss_learns_with_the_model(wrap, pair, dtype):
     expected(plain(inputs), labels).backward()
     pipe = wrap(model, dtype, model_run_config=MEAN)
     pipe.forward_backward((inputs,), label=labels, loss_fn=criterion)
-    assert near(criterion.temperature.grad, expected.temperature.grad)
+    assert near_gradients(criterion, expected)
     assert near_gradients(pipe.optim_parameters(), plain)
 
 
@@ -137,13 +127,6 @@ def test_what_passes_layers_unchanged_goes_down_at_most_once(call, grain, writes
         pipe.forward_backward((inputs, shift), label=labels, loss_fn=F.mse_loss)
     assert near_gradients(model, plain)
     assert device.down[1] == 2 * (once + writes)
-
-
-@pytest.fixture(scope="module")
-def four():
-    """Four devices that check every access."""
-    with checked_devices(4) as made:
-        yield made
 
 
 class Reentrant(nn.Module):

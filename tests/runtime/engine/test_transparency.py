@@ -21,17 +21,7 @@ from roundpipe_runtime.engine.draws import run_base
 from roundpipe_runtime.engine.recomputed import call_seed
 from roundpipe_runtime.errors import JoinError, LossError, SplitError
 from tests.cases import examples
-from tests.runtime.small import (
-    batch,
-    checked_devices,
-    cut_plan,
-    gradients,
-    near_gradients,
-    relative_error,
-    same_bits,
-    small_model,
-    state,
-)
+from tests.runtime.small import batch, cut_plan, gradients, near_gradients, relative_error, same_bits, small_model
 
 F = nn.functional
 TOLERANCE = 1e-6  # float32, of the norm
@@ -51,13 +41,6 @@ cases = st.fixed_dictionaries(
 )
 SPREAD = {"rows": 7, "microbatches": 3, "devices": 3, "forward": [1, 3], "backward": [1, 3], "fused": 2}
 SPREAD |= {"grain": "stage", "tied": False, "fits": True}
-
-
-@pytest.fixture(scope="module")
-def four():
-    """Four devices that check every access, for all examples: a new set per example would start 4 threads each."""
-    with checked_devices(4) as made:
-        yield made
 
 
 def wrapped(model, four, case, **fields):
@@ -159,7 +142,7 @@ def two_runs(model, four, case, inputs, labels):
     torch.manual_seed(0)
     pipe = wrapped(model, four, case, loss_reduction="mean")
     losses = [pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss) for _ in range(2)]
-    return [*losses, *state(model)]
+    return [*losses, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
 
 
 @settings(max_examples=examples(25))

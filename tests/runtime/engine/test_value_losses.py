@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, WeightedLoss
-from tests.runtime.small import near, near_gradients
+from tests.runtime.small import near, trains_like
 
 F = nn.functional
 ROWS = 9
@@ -100,13 +100,7 @@ def test_means_over_rows_of_a_mask_are_those_of_the_plain_model(name, first, dty
     plain, x, y, pipeline = made()
     for rows in (FIRST_MASKS[first], [0, 0, 0, 1, 1, 0, 0, 0, 1], [1, 0, 0, 0, 0, 1, 1, 1, 1]):
         mask = torch.tensor(rows).to(dtype)
-        expected = loss_fn(plain(x), (y, mask))
-        expected.backward()
-        found = pipeline.forward_backward(
-            (x,), label=(y, mask), loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=3)
-        )
-        assert near(found, expected)
-        assert near_gradients(pipeline, plain)
+        assert trains_like(pipeline, plain, loss_fn, x, (y, mask), config=RoundPipeRunConfig(num_microbatch=3))
 
 
 SUMS = [
@@ -153,12 +147,8 @@ def noted(outputs, labels):
 def test_a_loss_of_each_row_may_decide_by_values_and_a_joined_one_too(loss_fn, reduction, count):
     """What a row adds depends on this row alone, or all rows are there: the numbers are those of the plain model."""
     plain, x, y, pipeline = made()
-    expected = loss_fn(plain(x), y)
-    expected = expected.sum / expected.weight if isinstance(expected, WeightedLoss) else expected
-    expected.backward()
     config = RoundPipeRunConfig(num_microbatch=count, loss_reduction=reduction)
-    assert near(pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config), expected)
-    assert near_gradients(pipeline, plain)
+    assert trains_like(pipeline, plain, loss_fn, x, y, config=config)
 
 
 def test_labels_of_another_kind_are_checked_anew():

@@ -40,20 +40,6 @@ def status(entry: str) -> int:
     return 1024 * int(text.partition(f"{entry}:")[2].split()[0])
 
 
-class Peaks:
-    """The largest resident memory by what was done, beyond that before."""
-
-    def __init__(self) -> None:
-        self.before = status("VmRSS")
-        self.found: dict[str, int] = {}
-
-    @contextlib.contextmanager
-    def during(self, what: str):
-        pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # begins a new peak
-        yield
-        self.found[what] = max(self.found.get(what, 0), status("VmHWM") - self.before)
-
-
 def pipeline(folder: pathlib.Path, host: str, layers: int) -> tuple[RoundPipe, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(WIDTH).bfloat16() for _ in range(layers)])
@@ -69,25 +55,33 @@ def main() -> None:
     torch.set_num_threads(1)
     with torch.device("meta"):
         count = layers * sum(p.numel() for p in Block(WIDTH).parameters())
-    peaks = Peaks()
-    with peaks.during("made"):
+    before, found = status("VmRSS"), dict[str, int]()
+
+    @contextlib.contextmanager
+    def during(what: str):
+        """Note the largest resident memory of what is done here, beyond that before."""
+        pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # begins a new peak
+        yield
+        found[what] = max(found.get(what, 0), status("VmHWM") - before)
+
+    with during("made"):
         pipe, optimizer = pipeline(folder, host, layers)
     losses = []
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
     for _ in range(STEPS):
-        with peaks.during("run"):
+        with during("run"):
             loss = pipe.forward_backward((x,), label=x.float(), loss_fn=lambda out, label: ((out - label) ** 2).mean())
             losses.append(loss.item().hex())
-        with peaks.during("clip"):
+        with during("clip"):
             torch.nn.utils.clip_grad_norm_(pipe.optim_parameters(), 0.1)
-        with peaks.during("step"):
+        with during("step"):
             pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-    with peaks.during("save"):
+    with during("save"):
         save_checkpoint(folder / "checkpoints", pipe, optimizer=optimizer)
-    with peaks.during("load"):
+    with during("load"):
         load_checkpoint(folder / "checkpoints", pipe, optimizer=optimizer)
     pipe.close()
-    sys.stdout.write(json.dumps({"state": BYTES * count, "losses": losses, **peaks.found}) + "\n")
+    sys.stdout.write(json.dumps({"state": BYTES * count, "losses": losses, **found}) + "\n")
 
 
 if __name__ == "__main__":

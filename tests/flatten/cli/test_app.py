@@ -96,21 +96,23 @@ def test_without_typer_the_line_that_installs_it_is_shown(monkeypatch, capsys):
     assert shown == f"yobx-flatten: the command line needs typer: {install_line('cli')}\n"
 
 
-def test_env_knows_what_is_installed(capsys):
+def test_env_list_and_bench_print_what_there_is_as_a_table_and_as_json(capsys):
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["yobx-flatten"] == __version__
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert main(["env"]) == 0
     assert ["yobx-flatten", __version__] in [line.split() for line in capsys.readouterr().out.splitlines()]
-
-
-def test_list_is_the_flattening_list(capsys):
     assert main(["list", "--kind", "layer", "--json"]) == 0
     rows = {row["cls"].rpartition(".")[2]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["DynamicSlidingWindowLayer"]["code"] == "W"
     assert main(["list", "--kind", "cache"]) == 0
     assert "DynamicCache" in capsys.readouterr().out
+    assert main(["bench"]) == 0
+    names = capsys.readouterr().out.split()
+    assert "generate" in names
+    assert main(["bench", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == names
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
@@ -124,14 +126,6 @@ def test_list_breaks_no_word(width, capsys, monkeypatch):
     assert words <= set(shown.replace(",", " ").split())
     wide = [line for line in shown.splitlines() if len(line) > width and len(line.split()) > 2]
     assert wide == []
-
-
-def test_bench_lists_what_there_is(capsys):
-    assert main(["bench"]) == 0
-    names = capsys.readouterr().out.split()
-    assert "generate" in names
-    assert main(["bench", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == names
 
 
 @pytest.mark.parametrize("name", ["bench", "matrix"])
@@ -209,11 +203,6 @@ def test_errors_tables_and_json_are_spelled_out(error, capsys):
     shown = capsys.readouterr().out
     assert obeyed(shown) == []
     assert json.loads(shown) == {"name": ATTACK}
-
-
-def test_other_text_stays():
-    text = "Grüße\t日本語\nไทย 🙂\u200d\u200f"
-    assert (printable(text), printable("a\r\nb")) == (text, "a\nb")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -340,10 +329,12 @@ def test_a_table_has_columns_where_its_longest_words_fit_and_rows_of_several_lin
     assert capsys.readouterr().out.splitlines() == ["a  first[0]", "    MB: 1.5", "b  second one"]
 
 
-def test_json_has_no_infinite_number(capsys):
+def test_json_has_no_infinite_number_and_other_text_stays(capsys):
     """`null` stands for them, since JSON has none; what it does not know either is text."""
     say_json({"a": [float("nan"), float("inf"), 1.5], 2: (None, True), "kind": int})
     assert json.loads(capsys.readouterr().out) == {"a": [None, None, 1.5], "2": [None, True], "kind": "<class 'int'>"}
+    text = "Grüße\t日本語\nไทย 🙂\u200d\u200f"
+    assert (printable(text), printable("a\r\nb")) == (text, "a\nb")
 
 
 STAGES = """
@@ -402,7 +393,6 @@ sys.exit(7)
 """
 
 
-@pytest.mark.skipif(os.name != "posix", reason="the line is one of a shell")
 def test_work_goes_on_when_its_reader_has_ended(tmp_path):
     line = f'"{sys.executable}" -c \'{PROGRAM}\' "{tmp_path / "done"}" 2>&1 | head -n 1; echo ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)

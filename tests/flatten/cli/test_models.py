@@ -46,17 +46,6 @@ def copied(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copied")
 
 
-@pytest.fixture
-def no_export(folder, monkeypatch):
-    """Files of Mistral are copied instead of exported, for tests of what happens after them."""
-
-    def copy(model, piece, path, *how):
-        shutil.copy(folder / path.name, path)
-        return ExportReport(path.name)
-
-    monkeypatch.setattr(write, "export_piece", copy)
-
-
 def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path, capsys):
     _, source = saved("gpt2")
     out = tmp_path / "out"
@@ -182,8 +171,14 @@ def test_a_damaged_model_is_named(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_export_leaves_nothing(no_export, tmp_path, monkeypatch, capsys):
-    """Typer itself ends a command with no message."""
+def test_an_interrupted_export_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
+    """Typer itself ends a command with no message. Files are copied instead of exported."""
+
+    def copy(model, piece, path, *how):
+        shutil.copy(folder / path.name, path)
+        return ExportReport(path.name)
+
+    monkeypatch.setattr(write, "export_piece", copy)
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
@@ -279,11 +274,6 @@ class Utf8:
         return bytes(token % 256 for token in tokens.tolist()).decode(errors="replace")
 
 
-@pytest.fixture
-def utf8(monkeypatch):
-    monkeypatch.setattr(folder_commands, "open_tokenizer", lambda folder, **how: Utf8())
-
-
 def continued(prompts):
     model, _ = exported("mistral")
     tokenizer = Utf8()
@@ -293,7 +283,10 @@ def continued(prompts):
     return [tokenizer.decode(row, True) for row in made]
 
 
-def test_generate_streams_whole_characters_and_prints_each_of_several_prompts_with_its_text(folder, utf8, capsys):
+def test_generate_streams_whole_characters_and_prints_each_of_several_prompts_with_its_text(
+    folder, capsys, monkeypatch
+):
+    monkeypatch.setattr(folder_commands, "open_tokenizer", lambda folder, **how: Utf8())
     assert main(["generate", str(folder), "--prompt", "Grüße", "--tokens", "12"]) == 0
     (text,) = continued(["Grüße"])
     assert "\N{REPLACEMENT CHARACTER}" in text

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 import transformers
 from torch.export import Dim, export
 
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import (
     DynamicShapesError,
     dynamic_shapes,
@@ -38,30 +38,22 @@ class Opaque:
 
 Takes = module_class("Takes", lambda self, x, y=None: x * 2)
 Both = module_class("Both", lambda self, x, y: (x * 2, y * 3))
-
-
 Returns = module_class("Returns", lambda self, x: {"a": [x, Opaque(x * 2)]})
 Adds = module_class("Adds", lambda self, x, y: x + y)
-
-
 AddsShifted = module_class("AddsShifted", lambda self, x, y: x + y[1:])
 Fixes = module_class("Fixes", lambda self, x: x + torch.ones(2, 3))
-
-
 BySize = module_class("BySize", lambda self, x: x * 2 if x.shape[0] > 3 else x)
 
 
-class ByValue(torch.nn.Module):
-    def forward(self, x):
-        if x.sum() > 0:
-            return x
-        return x * 2
+def _by_value(self, x):
+    if x.sum() > 0:
+        return x
+    return x * 2
 
 
-class ByItem(torch.nn.Module):
-    def forward(self, x):
-        count = int(x.sum().item())
-        return x if count > 3 else x * 2
+def _by_item(self, x):
+    count = int(x.sum().item())
+    return x if count > 3 else x * 2
 
 
 @dataclasses.dataclass
@@ -81,12 +73,10 @@ class Case:
 
 BATCH = {"x": {0: Dim("batch")}}
 OF_BOTH = {"x": {0: Dim("a")}, "y": {0: Dim("b")}}
-BY_VALUE = r"The code branches on the value of a tensor in forward, .*test_export_errors\.py:\d+"
+BY_VALUE = r"The code branches on the value of a tensor in _by_(value|item), .*test_export_errors\.py:\d+"
 WAYS = "torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)"
 REGISTERS, CHECKS = "register(Opaque, children=['x'])", "check_inputs(module, args, kwargs)"
 WRITES = "dynamic_shapes=dynamic_shapes(args)"
-
-
 SIDES = ("b (y.shape[0])", "a (x.shape[0])")
 
 CASES = {
@@ -140,8 +130,8 @@ CASES = {
     "shapes that are no Dim": Case(Takes(), (X,), shapes={"x": {0: 3.5}}).says(
         r"expected a Dim, .* found 3\.5", ("dynamic_shapes['x']",), WRITES
     ),
-    "a decision by value": Case(ByValue(), (X,)).says(BY_VALUE, (), WAYS),
-    "a number read from a tensor": Case(ByItem(), (X.long(),)).says(BY_VALUE, (), WAYS),
+    "a decision by value": Case(module_of(_by_value), (X,)).says(BY_VALUE, (), WAYS),
+    "a number read from a tensor": Case(module_of(_by_item), (X.long(),)).says(BY_VALUE, (), WAYS),
     "a missing argument": Case(Takes(), ()).says(
         "cannot be called with these args and kwargs: missing a required argument: 'x'", ("x",), CHECKS
     ),
@@ -229,23 +219,20 @@ def test_an_axis_that_is_not_there():
 
 
 def test_a_cache_in_an_output():
+    def fills(self, x):
+        cache = transformers.DynamicCache()
+        cache.update(x[None, None], x[None, None], 0)
+        return x, {"past_key_values": cache}
 
-    class Fills(torch.nn.Module):
-        def forward(self, x):
-            cache = transformers.DynamicCache()
-            cache.update(x[None, None], x[None, None], 0)
-            return x, {"past_key_values": cache}
-
-    error, about = raised_by(Case(Fills(), (X,)), strict=False)
+    error, about = raised_by(Case(module_of(fills), (X,)), strict=False)
     explained = explain_error(error, *about)
     assert explained.paths == ("output[1]['past_key_values']",)
     assert explained.remedy == "with register_flattening_functions(patch_transformers=True): ..."
     with register_flattening_functions(patch_transformers=True):
-        export(Fills(), (X,))
+        export(module_of(fills), (X,))
 
 
 def test_the_block_is_named_for_a_cache_that_is_not_there_to_be_looked_at():
-
     reader = module_class("Reader", lambda self, cache: cache.layers[0].keys + 1)()
     with pytest.raises(Exception, match="DynamicCache") as caught:
         export(reader, (make_dynamic_cache([(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))]),))
@@ -419,15 +406,13 @@ def test_a_nested_tensor_is_named(layout):
     assert (explanation.paths, explanation.remedy) == (("x",), "torch.nested.to_padded_tensor(x, 0.0)")
 
 
-def test_a_module_among_the_inputs_is_named():
-    args = (X, torch.nn.Linear(2, 2))
-
-    def call():
-        shapes = {"x": {0: torch.export.Dim.AUTO}, "y": None}
-        torch.export.export(Ignores(), args, dynamic_shapes=shapes)
-
-    explanation = explained(call, Ignores(), args)
+def test_a_module_among_the_inputs_and_a_constant_of_a_strict_trace_are_named():
+    args, shapes = (X, torch.nn.Linear(2, 2)), {"x": {0: torch.export.Dim.AUTO}, "y": None}
+    explanation = explained(lambda: export(Ignores(), args, dynamic_shapes=shapes), Ignores(), args)
     assert (explanation.paths, explanation.remedy) == (("y",), "self.part = part")
+    given = (X, torch.float32)
+    explanation = explained(lambda: export(Ignores(), given, strict=True), Ignores(), given)
+    assert (explanation.paths, "static" in explanation.remedy) == (("y",), True)
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 refuses it in the trace")
@@ -439,22 +424,13 @@ def test_an_enum_among_the_inputs_is_not_stored():
     assert (explanation.paths, "(Color.RED)" in explanation.text) == (("y",), True)
 
 
-def test_vmap_over_an_object_with_numbers(pair_registered):
+def test_vmap_over_an_object_with_numbers_and_grad_by_one_with_none(pair_registered):
     pair = Pair(X, 3)
     explanation = explained(lambda: torch.vmap(lambda p: p.a * p.b)(pair))
     in_dims = eval(explanation.remedy.removeprefix("in_dims="), {"torch": torch, "input": pair})
     assert torch.vmap(lambda p: p.a * p.b, in_dims=in_dims)(pair).tolist() == [[3.0] * 3] * 2
-
-
-def test_grad_by_an_object_with_none(pair_registered):
     pair = Pair(X)
     explanation = explained(lambda: torch.func.grad(lambda p: p.a.square().sum())(pair))
     line = explanation.remedy.replace("x=x", "a=x").replace("obj.x", "obj.a")
     names = {"torch": torch, "dataclasses": dataclasses, "obj": pair, "function": lambda p: p.a.square().sum()}
     assert eval(line, names).tolist() == [[2.0] * 3] * 2
-
-
-def test_the_inputs_of_a_program_traced_strictly(pair_registered):
-    args = (X, torch.float32)
-    explanation = explained(lambda: torch.export.export(Ignores(), args, strict=True), Ignores(), args)
-    assert (explanation.paths, "static" in explanation.remedy) == (("y",), True)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import yobx_flatten
 from tests.flatten.diagnose.test_export_errors import CASES, Adds, Both, Takes, raised_by
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import (
     DynamicShapesError,
     FlattenError,
@@ -33,12 +33,8 @@ from yobx_flatten import (
 )
 
 X = torch.ones(2, 3)
-
-
 Scales = module_class("Scales", lambda self, x, **kwargs: x * kwargs["scale"] + kwargs["shift"])
 AnyNames = module_class("AnyNames", lambda self, **named: sum(value * 2 for value in named.values()))
-
-
 AnyNumber = module_class("AnyNumber", lambda self, *given: sum(value * 2 for value in given))
 Nested = module_class("Nested", lambda self, x, **rest: x + rest["two"]["a"] * rest["two"]["b"][0])
 
@@ -154,20 +150,18 @@ def test_a_size_that_contradicts_the_range_is_named_by_the_export(module, dim, c
 
 @pytest.mark.parametrize("line", CASES["a decision by value"].remedy.splitlines())
 def test_each_way_to_decide_by_a_value_exports(line):
-
-    class Decides(torch.nn.Module):
-        def forward(self, x):
-            condition, a, b = x.sum() > 0, x, x * 2
-            if line.startswith("torch.where"):
-                return torch.where(condition, a, b)
-            if line.startswith("torch.cond"):
-                return torch.cond(condition, lambda x: x.clone(), lambda x: x * 2, (x,))
-            n = x.long().abs().sum().item()
-            torch._check(n > 3)
-            return x if n > 3 else x * 2
+    def decides(self, x):
+        condition, a, b = x.sum() > 0, x, x * 2
+        if line.startswith("torch.where"):
+            return torch.where(condition, a, b)
+        if line.startswith("torch.cond"):
+            return torch.cond(condition, lambda x: x.clone(), lambda x: x * 2, (x,))
+        n = x.long().abs().sum().item()
+        torch._check(n > 3)
+        return x if n > 3 else x * 2
 
     assert line in advice("a decision by value")[1].splitlines()
-    module = Decides()
+    module = module_of(decides)
     program = export(module, (X,)).module()
     for x in (X, -X):
         torch.testing.assert_close(program(x), module(x))
@@ -309,7 +303,6 @@ class Empty:
 )
 def test_a_constant_is_to_be_static(value, name):
     """Nobody can register it, and torch.export refuses it, or ignores it in a call; the line declares it static."""
-
     takes = module_class("Takes", lambda self, x, mode: x + 1 if mode == value else x)()
     (error,) = check_inputs(takes, (X, value)).errors
     line = f'field: {name} = dataclasses.field(metadata={{"static": True}})'
@@ -326,8 +319,6 @@ def test_a_constant_is_to_be_static(value, name):
 
 
 Scale = module_class("Scale", lambda self, x, y=None: x * 2 if y is None else (x * 2, y))
-
-
 Swallows = module_class("Swallows", lambda self, input_ids, attention_mask=None, **kwargs: (input_ids, attention_mask))
 
 
@@ -368,17 +359,14 @@ def test_arguments_that_forward_does_not_take_are_errors(args, kwargs, message):
         export(Scale(), args, kwargs)
 
 
-def test_a_misspelt_name_that_disappears_in_kwargs_is_a_warning():
-    """The model would run without its mask and say nothing."""
+def test_a_misspelt_name_that_disappears_in_kwargs_and_an_argument_that_is_never_read_are_warnings():
+    """The model would run without its mask and say nothing. No module is called."""
     (found,) = check_inputs(Swallows(), (), {"input_ids": X, "attention_masks": torch.ones(2)})
     assert found.severity == "warning"
     assert found.message == (
         "Swallows.forward has no parameter 'attention_masks'; its **kwargs swallow the argument. Did you mean "
         "'attention_mask'?"
     )
-
-
-def test_an_argument_that_forward_never_reads_is_a_warning_and_nothing_is_called():
 
     class Reads(torch.nn.Module):
         def forward(self, a, b, c, *, d):
@@ -391,8 +379,6 @@ def test_an_argument_that_forward_never_reads_is_a_warning_and_nothing_is_called
 
 
 ReadsAll = module_class("ReadsAll", lambda self, x, scale=None: sum(v for v in locals().values() if v is not self))
-
-
 Compiled = type("Compiled", (torch.nn.Module,), {"forward": operator.itemgetter(0)})
 
 
@@ -425,7 +411,6 @@ def test_the_line_for_an_array_makes_the_tensor(library, make):
 
 def test_one_tensor_passed_twice_is_an_error():
     """The program of torch 2.13 computes something else, in silence."""
-
     adds = module_class("Adds", lambda self, x, y: x * 2 + y)()
     (found,) = check_inputs(adds, (X, X))
     assert (found.severity, found.path, found.remedy) == ("error", "y", "y.clone()")
@@ -478,14 +463,11 @@ def test_dynamic_shapes_that_do_not_fit_are_errors(shapes, message):
         check_inputs(Scale(), (X,), {"y": [X + 1]}, shapes).raise_errors()
 
 
-def test_a_size_of_one_that_may_vary_is_a_warning():
+def test_a_size_of_one_that_may_vary_and_axes_of_one_size_whose_dims_differ_are_warnings():
     (found,) = check_inputs(Scale(), (X[:1],), None, {"x": {0: Dim.AUTO}})
     assert found.message.startswith("x has size 1 along axis 0, which may vary")
     with pytest.raises(AssertionError, match=r"x\.size\(\)\[0\] == 1"):
         export(Scale(), (X[:1],), dynamic_shapes={"x": {0: Dim.AUTO}}).module()(X)
-
-
-def test_axes_of_one_size_are_a_warning_where_their_dims_differ():
     square = module_class("Square", lambda self, x: x * 2 if x.shape[0] == x.shape[1] else x)()
     shapes = {"x": {0: Dim.AUTO, 1: Dim.AUTO}}
     (found,) = check_inputs(square, (torch.ones(4, 4),), None, shapes)

@@ -137,13 +137,10 @@ def test_all_that_is_planted_is_found_in_nests_that_go_round(planted):
     assert {id(obj) for obj in planted.opaque} <= reached
 
 
-def test_the_leaf_and_what_is_inside_it_are_told_apart():
+def test_the_leaf_and_what_is_inside_it_are_told_apart_and_the_text_names_place_class_size_and_line():
     outer, inner = find_unregistered({"s": [Plain([X, Slotted([X])])]}, name="kwargs")
     assert (outer.path, outer.cls, outer.tensors, outer.inside) == ("kwargs['s'][0]", Plain, 1, None)
     assert (inner.path, inner.cls, inner.inside) == ("kwargs['s'][0].b", Slotted, "kwargs['s'][0]")
-
-
-def test_the_text_names_place_class_size_and_line():
     (found,) = find_unregistered([Plain([X, torch.zeros(500)])], name="args")
     assert str(found) == (
         "args[0] is a tests.flatten.diagnose.test_opaque.Plain, which torch does not know how to flatten. It holds "
@@ -157,7 +154,7 @@ def test_what_torch_takes_apart_is_not_found():
     assert paths({**tree, "f": [lambda: X, X.add_, Plain([lambda: X])]}) == []
 
 
-def test_a_registered_class_is_not_found_and_what_is_in_it_is():
+def test_a_registered_class_is_not_found_and_what_is_in_it_is_and_a_flatten_function_that_fails_says_where():
     flatten = lambda obj: ([obj.a], None)  # noqa: E731 # a function without a name is what many users write
     keyed = lambda obj: ([(torch.utils._pytree.GetAttrKey("a"), obj.a)], None)  # noqa: E731 # as above
     register_class_flattening(Plain, flatten, lambda children, _: Plain(list(children)), keyed)
@@ -166,13 +163,10 @@ def test_a_registered_class_is_not_found_and_what_is_in_it_is():
     finally:
         unregister_class_flattening(Plain)
 
-
-def test_a_flatten_function_that_fails_says_where():
-
-    def flatten(obj):
+    def fails(obj):
         raise ArithmeticError("no")
 
-    register_class_flattening(Plain, flatten, lambda children, _: None, None)
+    register_class_flattening(Plain, fails, lambda children, _: None, None)
     try:
         with pytest.raises(ArithmeticError, match="no") as raised:
             find_unregistered({"a": [Plain([])]})
@@ -268,15 +262,12 @@ def problem(sample, flatten=flatten, unflatten=unflatten):
     return ""
 
 
-def test_a_class_that_torch_does_not_know_is_named():
+def test_a_class_that_torch_does_not_know_a_sample_of_another_and_a_wrong_recipe_of_torch_are_named():
+    """torch 2.13 itself gives a tuple for a `torch.Size`."""
     with pytest.raises(
         NotRegisteredError, match=r"does not know how to flatten .*Bag\. Register the class:\n    register"
     ):
         check_recipe(Bag, Bag([]))
-
-
-def test_a_sample_of_another_class_and_a_recipe_of_torch_that_is_wrong_are_named():
-    """torch 2.13 itself gives a tuple for a `torch.Size`."""
     with pytest.raises(InvalidArgumentError, match=r"expected an instance of builtins\.list, found the tuple"):
         check_recipe(list, (1,))
     with pytest.raises(InvalidRegistrationError, match="expected a class as first argument"):
@@ -285,14 +276,11 @@ def test_a_sample_of_another_class_and_a_recipe_of_torch_that_is_wrong_are_named
         check_recipe(torch.Size, torch.Size([2, 3]))
 
 
-def test_a_tensor_in_the_static_part_is_found():
+def test_tensors_in_the_static_part_and_an_unflatten_that_makes_tensors_or_looks_at_its_children_are_found():
+    """torch.export puts other things in the place of the children; containers among them stay what they are."""
     assert problem(Bag([], (1, {"a": [torch.ones(2)]}))).startswith(
         "Bag: its tree spec cannot be stored in a saved program: Static data holds the Tensor tensor([1., 1.])"
     )
-
-
-def test_a_tensor_made_by_unflatten_is_found_by_its_operator():
-    """It would be a constant of the program."""
 
     def unflatten_with_a_mask(children, static):
         bag = Bag(list(children), static)
@@ -304,10 +292,6 @@ def test_a_tensor_made_by_unflatten_is_found_by_its_operator():
         "constants of the program."
     )
 
-
-def test_an_unflatten_that_looks_at_its_children_is_found():
-    """torch.export puts other things in their place."""
-
     def unflatten_by_shape(children, static):
         bag = Bag(list(children), static)
         bag.rows = children[0].shape[0]
@@ -316,9 +300,6 @@ def test_an_unflatten_that_looks_at_its_children_is_found():
     assert "f_unflatten fails with placeholders instead of the children (AttributeError" in problem(
         Bag([X]), unflatten=unflatten_by_shape
     )
-
-
-def test_containers_among_the_children_stay_what_they_are():
 
     def unflatten_of_a_list(children, static):
         (children,) = children
@@ -478,7 +459,6 @@ def test_rows_are_cut_at_the_width_and_an_object_that_holds_itself_ends():
 
 
 def test_a_repr_that_fails_is_named():
-
     class Shy:
         def __repr__(self):
             raise ValueError

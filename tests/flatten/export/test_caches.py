@@ -44,17 +44,13 @@ def test_each_layer_has_the_attention_of_onnxruntime_and_one_product_before_it(l
     assert "Attention" not in nodes
 
 
-def test_it_is_replayed_in_both_forms(llama):
-    _, _, report = llama
+def test_it_is_replayed_in_both_forms_and_steps_write_into_the_same_memory(llama, monkeypatch):
+    model, path, report = llama
     assert report.ok
     runtimes = [case.runtime for case in report.cases]
     assert runtimes.count("onnxruntime") == runtimes.count("onnxruntime, shared cache") == 4
     assert any("for one row only" in remark for remark in report.remarks)
-
-
-def test_steps_write_into_the_same_memory(llama, monkeypatch):
     monkeypatch.setattr(in_place, "_LEAST", 16)
-    model, path, _ = llama
     runner = open_runner(path)
     tokens = torch.randint(4, 259, (3, 20), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)

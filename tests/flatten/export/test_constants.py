@@ -11,7 +11,7 @@ import torch
 from torch.export import Dim
 
 from tests.models import make_model
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import Case, DecodeSizes, check_inputs, decode_inputs, export_onnx, export_program, prove_program
 from yobx_flatten.declare import pytree_dataclass, register, register_class_flattening, unregister_class_flattening
 from yobx_flatten.declare.scopes import register_flattening_functions
@@ -38,19 +38,17 @@ class Step(enum.IntEnum):
 Sample = module_class("Sample", lambda self, x, temperature: {"y": (x / temperature).softmax(-1)})
 
 
-class Repeat(torch.nn.Module):
-    def forward(self, x, options):
-        return {"y": x * options["times"] if options["doubled"] else x, "z": x + len(options["text"])}
+def _repeat(self, x, options):
+    return {"y": x * options["times"] if options["doubled"] else x, "z": x + len(options["text"])}
 
 
 Pool = module_class("Pool", lambda self, x, mode: {"y": x.mean(-1) if mode is Mode.MEAN else x.amax(-1)})
 
 
-class Nested(torch.nn.Module):
-    def forward(self, x, options):
-        assert isinstance(options["modes"][0], Mode)
-        y = x.mean(-1) if options["modes"][0] is Mode.MEAN else x.amax(-1)
-        return {"y": y if Parts.LEFT in options["parts"] else -y}
+def _nested(self, x, options):
+    assert isinstance(options["modes"][0], Mode)
+    y = x.mean(-1) if options["modes"][0] is Mode.MEAN else x.amax(-1)
+    return {"y": y if Parts.LEFT in options["parts"] else -y}
 
 
 @pytree_dataclass
@@ -61,10 +59,9 @@ class Setting:
     mode: Mode = dataclasses.field(default=Mode.MAX, metadata={"static": True})
 
 
-class Scaled(torch.nn.Module):
-    def forward(self, x, setting):
-        y = x @ setting.weight * setting.scale
-        return {"y": y.amax(-1) if setting.mode is Mode.MAX else y}
+def _scaled(self, x, setting):
+    y = x @ setting.weight * setting.scale
+    return {"y": y.amax(-1) if setting.mode is Mode.MAX else y}
 
 
 OPTIONS = {"options": {"times": 3, "doubled": True, "text": "ab"}}
@@ -74,14 +71,14 @@ OPTIONS = {"options": {"times": 3, "doubled": True, "text": "ab"}}
     ("module", "given", "said"),
     [
         (Sample(), {"temperature": 0.7}, ["temperature=0.7"]),
-        (Repeat(), OPTIONS, ["options.times=3", "options.doubled=True", "options.text='ab'"]),
+        (module_of(_repeat), OPTIONS, ["options.times=3", "options.doubled=True", "options.text='ab'"]),
         (Pool(), {"mode": Mode.MAX}, ["mode=Mode.MAX"]),
         (
-            Nested(),
+            module_of(_nested),
             {"options": {"modes": [Mode.MEAN], "parts": Parts.LEFT | Parts.RIGHT}},
             ["options.modes.0=Mode.MEAN", "options.parts=Parts.LEFT|RIGHT"],
         ),
-        (Scaled(), {"setting": Setting(torch.ones(3, 2))}, ["setting.scale=2.0", "setting.mode=Mode.MAX"]),
+        (module_of(_scaled), {"setting": Setting(torch.ones(3, 2))}, ["setting.scale=2.0", "setting.mode=Mode.MAX"]),
     ],
     ids=["float", "dict", "enum", "nested", "dataclass"],
 )
@@ -100,7 +97,7 @@ def test_the_report_names_each_number_text_and_enum_that_is_fixed(module, given,
         (Sample(), {"temperature": 0.7}, {"temperature": torch.tensor(0.7)}, "passes a tensor of shape"),
         (Pool(), {"mode": Mode.MAX}, {"mode": Mode.MEAN}, r"was 'Mode\.MAX' .* passes 'Mode\.MEAN'"),
         (
-            Repeat(),
+            module_of(_repeat),
             OPTIONS,
             {"options": {**OPTIONS["options"], "text": "no"}},
             r"kwargs\['options'\]\['text'\] was 'ab'",
@@ -181,12 +178,11 @@ def test_a_file_returns_the_tensors_and_the_report_names_the_constants(module, o
 def test_an_output_that_is_another_constant_in_a_call_is_an_error(tmp_path):
     """A number of Python that a module works out anew in each call is none that a program can return."""
 
-    class Counted(torch.nn.Module):
-        def forward(self, x):
-            return {"y": x * 2, "share": 0.5 if torch.compiler.is_exporting() else 0.25}
+    def counted(self, x):
+        return {"y": x * 2, "share": 0.5 if torch.compiler.is_exporting() else 0.25}
 
     with pytest.raises(ReplayError, match=r"output 'share': the module returns 0\.25, but .* example, 0\.5"):
-        export_onnx(Counted(), (X,), path=tmp_path / "m.onnx", proof="sample")
+        export_onnx(module_of(counted), (X,), path=tmp_path / "m.onnx", proof="sample")
 
 
 X_ONES = torch.ones(2, 3)
@@ -241,26 +237,16 @@ def test_a_change_after_the_export_is_refused(make):
 
 
 @pytest.mark.slow
-def test_what_a_program_returns_is_the_callers_own():
+def test_what_a_program_returns_is_the_callers_own_and_a_sentinel_stays_the_one_that_everybody_uses():
+    """A copy of it would equal no input."""
     exported = export_program(Counts(), (Listed(X_ONES, ["a"]),), cases=[])
     first = exported(Listed(X_ONES, ["a"]))[1]
     first.names.append("b")
     assert exported(Listed(X_ONES, ["a"]))[1].names == ["a"]
-
-
-class _Missing:
-    """A sentinel: there is one, and it equals nothing else."""
-
-
-MISSING = _Missing()
-
-
-@pytest.mark.slow
-def test_a_sentinel_stays_the_one_that_everybody_uses():
-    """A copy of it would equal no input."""
+    missing = object()  # equals nothing else
     with register_flattening_functions():
-        module = torch.export.export(Counts(), (Named(X_ONES, [MISSING]),)).module()
-    assert torch.equal(module(Named(X_ONES, [MISSING]))[0], X_ONES)
+        module = torch.export.export(Counts(), (Named(X_ONES, [missing]),)).module()
+    assert torch.equal(module(Named(X_ONES, [missing]))[0], X_ONES)
 
 
 ROWS = {0: Dim.AUTO}

@@ -212,7 +212,6 @@ def test_an_example_that_breaks_a_spec_is_refused():
 
 def test_a_model_fixes_no_size_without_a_word():
     """As torch promises of a spec: a size that the code fixes is an error."""
-
     fixes = module_class("Fixes", lambda self, x: x + torch.ones(4, 4))()
     with pytest.raises(Exception, match=r"x\.shape\[0\] should vary, but the code works for size 4 only"):
         export_program(fixes, (torch.ones(4, 4),), dynamic_shapes={"x": TensorSpec([ShapeVar(), None])})

@@ -10,7 +10,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from tests.flatten.export.rewound_rows import LEAVES, WritesIntoBuffers, small_llama, small_mistral
 from tests.flatten.export.small_step import Decay, loop_inputs
 from tests.models import make_model
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import dynamic_shapes, export_folder, open_generator, register_flattening_functions
 from yobx_flatten.errors import DamagedFileError, FlattenError, GenerationError, InvalidArgumentError, ReplayError
 from yobx_flatten.export import Case, CaseResult, export_program, quantization
@@ -247,10 +247,6 @@ def test_memory_is_planned_for_the_largest_batch_of_a_decoder_with_windows(tmp_p
 
 if importlib.util.find_spec("transformers.integrations.moe"):
     importlib.import_module("transformers.integrations.moe")  # registers the operator
-has_grouped_products = pytest.mark.skipif(
-    not hasattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback"),
-    reason="this version of transformers has no grouped product",
-)
 
 
 class Experts(torch.nn.Module):
@@ -272,8 +268,11 @@ class Experts(torch.nn.Module):
         return product[back]
 
 
-@has_grouped_products
-def test_a_mixture_without_its_operators_computes_the_same():
+@pytest.mark.skipif(
+    not hasattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback"),
+    reason="this version of transformers has no grouped product",
+)
+def test_a_mixture_without_its_operators_computes_the_same_and_rows_after_the_last_expert_are_zeros():
     rows, experts = torch.randn(7, 5), torch.tensor([3, 0, 1, 0, 3, 3, 1])
     free = {0: Dim.DYNAMIC}
     program = torch.export.export(Experts(), (rows, experts), dynamic_shapes=(free, free)).run_decompositions({})
@@ -286,10 +285,6 @@ def test_a_mixture_without_its_operators_computes_the_same():
             torch.testing.assert_close(found.module()(*given), Experts()(*given))
     plain = torch.export.export(torch.nn.Linear(3, 2), (torch.zeros(4, 3),))
     assert written_out(plain) is plain
-
-
-@has_grouped_products
-def test_rows_after_the_last_expert_are_zeros():
     rows, weight, ends = torch.randn(6, 5), torch.randn(3, 5, 4), torch.tensor([2, 2, 5], dtype=torch.int32)
     expected = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
     torch.testing.assert_close(grouped_product(rows, weight, ends), expected)
@@ -307,14 +302,13 @@ def test_the_inverse_of_erf_is_computed_without_its_operator():
 def test_memory_is_filled_before_it_is_written_to():
     """ExecuTorch would take its sizes from the example: A.X K2 puts keys together in it, and fits no longer cache."""
 
-    class Joined(torch.nn.Module):
-        def forward(self, x, y):
-            found = x.new_empty(x.shape[0], 5)
-            found[:, :3], found[:, 3:] = x, y
-            return found + torch.empty(x.shape[0], 5, dtype=x.dtype).zero_()
+    def joined(self, x, y):
+        found = x.new_empty(x.shape[0], 5)
+        found[:, :3], found[:, 3:] = x, y
+        return found + torch.empty(x.shape[0], 5, dtype=x.dtype).zero_()
 
     rows = {0: torch.export.Dim.DYNAMIC}
-    program = torch.export.export(Joined(), (torch.ones(2, 3), torch.ones(2, 2)), dynamic_shapes=(rows, rows))
+    program = torch.export.export(module_of(joined), (torch.ones(2, 3), torch.ones(2, 2)), dynamic_shapes=(rows, rows))
     found = written_out(program)
     assert [node for node in found.graph.nodes if "empty" in str(node.target)] == []
     given = torch.randn(7, 3), torch.randn(7, 2)

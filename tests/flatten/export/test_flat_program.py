@@ -133,7 +133,6 @@ def test_a_runtime_refuses_sizes_that_the_program_refuses(positions, tmp_path, s
 
 def test_a_program_without_assertions_hands_its_guards_on():
     """torch.export makes guards unless it is asked to defer them: here the length is at most ten times the width."""
-
     narrow = module_class("Narrow", lambda self, x, y: x.sum() if x.shape[1] <= 10 * y.shape[0] else y.sum())()
     free = ({0: Dim.AUTO, 1: Dim.AUTO}, {0: Dim.AUTO})
     given = (torch.ones(2, 3), torch.ones(4))
@@ -145,23 +144,20 @@ def test_a_program_without_assertions_hands_its_guards_on():
         signature.bind({"x": torch.ones(2, 41), "y": torch.ones(4)}, InvalidArgumentError, "the file")
 
 
-def test_a_program_of_a_file_does_not_write_to_its_inputs():
-    class Counts(torch.nn.Module):
-        def forward(self, x, state):
-            state.transpose(0, 1).copy_(state.transpose(0, 1) + x.sum())
-            return state * 2, state
+def test_a_program_of_a_file_does_not_write_to_its_inputs_which_may_have_the_names_of_functions_of_python():
+    """Like those of torchvision's models."""
+
+    def counts(self, x, state):
+        state.transpose(0, 1).copy_(state.transpose(0, 1) + x.sum())
+        return state * 2, state
 
     given = {"x": torch.ones(2, 3), "state": torch.zeros(4, 2)}
-    flat = flat_program(torch.export.export(Counts(), (), given))
+    flat = flat_program(torch.export.export(module_of(counts), (), given))
     module, state = flat.module(), torch.full((4, 2), 5.0)
     doubled, after = module(torch.ones(2, 3), state)
     assert torch.equal(state, torch.full((4, 2), 5.0))
     assert torch.equal(after, torch.full((4, 2), 11.0))
     assert torch.equal(doubled, torch.full((4, 2), 22.0))
-
-
-def test_arguments_may_have_the_names_of_functions_of_python():
-    """Like those of torchvision's models."""
     product = module_class("Product", lambda self, input, max: input * max)()
     given = {"input": torch.arange(6.0).reshape(2, 3), "max": torch.full((2, 3), 2.0)}
     program = flat_program(torch.export.export(product, (), given)).run_decompositions()
@@ -194,7 +190,7 @@ def rows(count):
     return Case(f"{count} rows", (), {"x": torch.arange(count * 2.0).reshape(count, 2), "factor": 2.0})
 
 
-def test_a_program_of_torch_export_is_replayed_and_called():
+def test_a_program_of_torch_export_is_replayed_and_called_and_refused_for_another_module_or_without_an_example():
     module, program = export_scale()
     proven = prove_program(program, module, cases=[rows(7)])
     assert [(c.case, c.runtime, c.differences["scaled"]) for c in proven.report.cases] == [
@@ -205,20 +201,12 @@ def test_a_program_of_torch_export_is_replayed_and_called():
     assert (proven.report.input_names, proven.report.output_names) == (["x"], ["scaled"])
     assert torch.equal(proven(x=torch.ones(1, 2), factor=2.0)["scaled"], torch.tensor([[4.0, 6.0]]))
     assert module.calls == 0
-
-
-def test_a_program_of_another_module_is_refused():
-    _, program = export_scale()
     other = Scale().eval()
     with torch.no_grad():
         other.weight += 1.0
     with pytest.raises(ReplayError, match=r"largest difference 2.0e\+00") as caught:
         prove_program(program, other)
     assert [case.case for case in caught.value.report.cases] == ["the example"]
-
-
-def test_what_is_no_program_or_has_no_example_is_refused_with_the_line_to_type():
-    module, program = export_scale()
     with pytest.raises(InvalidArgumentError, match=r"prove_program\(exported\.program, model\)"):
         prove_program(module, module)
     program._example_inputs = None

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.modules import module_class, module_of
 from yobx_flatten import export_onnx, export_program, pytree_dataclass, register_flattening_functions
 from yobx_flatten.errors import GenerationError, RoundTripError
 from yobx_flatten.export.calls import prove_program
@@ -74,14 +75,6 @@ def _sliced():
     return {"x": torch.randn(2, 2, 4), "slots": Slots(torch.zeros(2, 8, 4), [torch.zeros(3, 2, dtype=torch.int64)])}
 
 
-def _logged():
-    return {"x": torch.randn(2, 4), "log": [torch.zeros(3)], "state": {"old": torch.ones(2, 4), "gone": torch.ones(2)}}
-
-
-def _counts():
-    return {"x": torch.randn(2, 4), "memory": RowsCache(torch.zeros(2, 4))}
-
-
 # class, its arguments, and what a call leaves in them
 ALL = [
     (Written, _written, {"present.cache": lambda left: left["cache"]}),
@@ -95,14 +88,22 @@ ALL = [
     ),
     (
         Logged,
-        _logged,
+        lambda: {
+            "x": torch.randn(2, 4),
+            "log": [torch.zeros(3)],
+            "state": {"old": torch.ones(2, 4), "gone": torch.ones(2)},
+        },
         {
             "present.log.1": lambda left: left["log"][1],
             "present.state.old": lambda left: left["state"]["old"],
             "present.state.new": lambda left: left["state"]["new"],
         },
     ),
-    (Counts, _counts, {"present.memory.rows": lambda left: left["memory"].rows}),
+    (
+        Counts,
+        lambda: {"x": torch.randn(2, 4), "memory": RowsCache(torch.zeros(2, 4))},
+        {"present.memory.rows": lambda left: left["memory"].rows},
+    ),
 ]
 KINDS = pytest.mark.parametrize(
     ("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"]
@@ -191,33 +192,29 @@ def test_without_a_loop_the_report_says_what_is_lost(module, make, present, tmp_
 
 
 def test_an_attribute_that_no_field_holds_is_refused():
-    class Notes(torch.nn.Module):
-        def forward(self, x, slots):
-            slots.seen = x.sum()
-            return x + slots.keys.sum()
+    def notes(self, x, slots):
+        slots.seen = x.sum()
+        return x + slots.keys.sum()
 
     with pytest.raises(RoundTripError, match=r"has the attribute 'seen'"):
-        export_program(Notes(), kwargs=_sliced())
-
-
-class Reads(torch.nn.Module):
-    def forward(self, x, past_key_values):
-        return (x @ past_key_values[0]["key"].transpose(-1, -2)).amax(-1)
+        export_program(module_of(notes), kwargs=_sliced())
 
 
 def test_a_module_that_reads_a_cache_for_a_score_names_the_option(tmp_path):
+    scores = lambda self, x, past_key_values: (x @ past_key_values[0]["key"].mT).amax(-1)  # noqa: E731 # a forward
+    reads = module_class("Reads", scores)()
     given = {
         "x": torch.randn(2, 3, 4),
         "past_key_values": [{"key": torch.randn(2, 5, 4), "value": torch.randn(2, 5, 4)}],
     }
     with pytest.raises(GenerationError, match=r"Reads takes past_key_values\.0\.key .*\n    loop=False$"):
-        export_onnx(Reads(), kwargs=given, path=tmp_path / "m.onnx")
-    report = export_onnx(Reads(), kwargs=given, path=tmp_path / "m.onnx", loop=False).report
+        export_onnx(reads, kwargs=given, path=tmp_path / "m.onnx")
+    report = export_onnx(reads, kwargs=given, path=tmp_path / "m.onnx", loop=False).report
     assert report.output_names == ["output"]
-    assert export_program(Reads(), kwargs=given, loop=False).to_onnx(tmp_path / "n.onnx").ok
+    assert export_program(reads, kwargs=given, loop=False).to_onnx(tmp_path / "n.onnx").ok
     runner = open_runner(tmp_path / "n.onnx")
     cache = {f"past_key_values.0.{name}": leaf for name, leaf in given["past_key_values"][0].items()}
-    assert torch.allclose(runner.run({"x": given["x"], **cache})["output"], Reads()(**given), atol=1e-5)
+    assert torch.allclose(runner.run({"x": given["x"], **cache})["output"], reads(**given), atol=1e-5)
     with pytest.raises(GenerationError, match=r"takes past_key_values\.0\.key and does not return"):
         runner.step({"x": given["x"]}, runner.cache(cache))
 
@@ -255,17 +252,16 @@ def test_a_program_extends_the_cache_of_its_caller_and_a_file_returns_it(tmp_pat
     assert steps == [("torch.export", 3), ("onnxruntime", 3)]
 
 
-class Queued(torch.nn.Module):
-    def forward(self, x, queue):
-        queue.append(x * 2)
-        return sum(queue)
+def _queued(self, x, queue):
+    queue.append(x * 2)
+    return sum(queue)
 
 
 @pytest.mark.parametrize("make", [list, collections.deque, lambda items: collections.deque(items, maxlen=4)])
 def test_a_queue_grows_as_in_the_module(make):
-    exported = export_program(Queued(), (torch.ones(3), make([torch.ones(3)])))
+    exported = export_program(module_of(_queued), (torch.ones(3), make([torch.ones(3)])))
     x, first = torch.randn(3), torch.randn(3)
     found, expected = make([first]), make([first])
-    assert torch.equal(exported(x, found), Queued()(x, expected))
+    assert torch.equal(exported(x, found), module_of(_queued)(x, expected))
     assert type(found) is type(expected)
     assert [one.tolist() for one in found] == [one.tolist() for one in expected]

@@ -118,12 +118,11 @@ def test_a_decode_call_of_several_rows_holds_in_every_opset(opset, tmp_path):
 def test_an_opset_below_the_first_of_the_exporter_is_refused_before_the_trace(opset, tmp_path, caplog, capfd):
     """torch would write another one, and log tracebacks of its converters."""
 
-    class Untraceable(torch.nn.Module):
-        def forward(self, x):
-            raise AssertionError("traced")
+    def untraceable(self, x):
+        raise AssertionError("traced")
 
     with pytest.raises(InvalidArgumentError, match="opset_version: expected None or an int of 18 or more"):
-        export_onnx(Untraceable(), (torch.ones(2, 4),), path=tmp_path / "a.onnx", opset_version=opset)
+        export_onnx(module_of(untraceable), (torch.ones(2, 4),), path=tmp_path / "a.onnx", opset_version=opset)
     assert list(tmp_path.iterdir()) == []
     assert [record.name for record in caplog.records if "onnx" in record.name] == []
     assert "Traceback" not in "".join(capfd.readouterr())
@@ -145,9 +144,8 @@ def test_half_precision_is_compared_as_half_precision(tmp_path):
     assert export_onnx(Twice(), (torch.ones(2, 3),), path=tmp_path / "b.onnx", cases=[]).report.tolerance == 1e-4
 
 
-def test_complex_numbers_are_pairs_in_the_file(tmp_path):
-    """onnxruntime has no complex numbers; the replay takes them apart and together."""
-
+def test_complex_numbers_are_pairs_in_the_file_and_8_bit_floats_go_in_and_come_out(tmp_path):
+    """onnxruntime has no complex numbers, NumPy no such floats (https://github.com/pytorch/pytorch/issues/106877)."""
     turn = module_class("Turn", lambda self, z: {"turned": z * 1j, "size": z.abs()})()
     z = torch.tensor([[1 + 2j, 3j], [-1.0, 2 - 2j]])
     report = export_onnx(turn, (z,), path=tmp_path / "a.onnx", cases=[]).report
@@ -155,10 +153,6 @@ def test_complex_numbers_are_pairs_in_the_file(tmp_path):
     found = _run(tmp_path / "a.onnx", z=torch.view_as_real(z).numpy())
     assert found["turned"][0].tolist() == [[-2.0, 1.0], [-3.0, 0.0]]
     assert found["size"][0, 1] == 3.0
-
-
-def test_8_bit_floats_go_in_and_come_out(tmp_path):
-    """NumPy has no such type (https://github.com/pytorch/pytorch/issues/106877)."""
 
     def forward(self, x):
         return {"wide": x.to(torch.float32) * 3, "narrow": (x.to(torch.float32) * 3).to(torch.float8_e5m2)}
@@ -208,14 +202,6 @@ def test_without_a_cache_the_mask_is_as_long_as_the_tokens(tmp_path):
     assert axes["input_ids"] == axes["attention_mask"] == ["batch_size", "sequence_length"]
 
 
-def _compares(self, input_ids, pixel_values):
-    return input_ids.float().mean(1)[:, None] - pixel_values.mean((1, 2, 3))[None]
-
-
-def _reads(self, input_ids, pixel_values):
-    return input_ids.float().mean(1), pixel_values.mean((1, 2, 3))
-
-
 PICTURES = {"pixel_values": torch.rand(3, 3, 8, 8)}
 PAIR = {"input_ids": torch.ones(2, 5).long(), **PICTURES}
 
@@ -223,8 +209,20 @@ PAIR = {"input_ids": torch.ones(2, 5).long(), **PICTURES}
 @pytest.mark.parametrize(
     ("forward", "kwargs", "texts", "pictures"),
     [
-        (_compares, PAIR, "texts", "images"),
-        (_reads, PAIR, "batch_size", "images"),
+        (
+            lambda self, input_ids, pixel_values: (
+                input_ids.float().mean(1)[:, None] - pixel_values.mean((1, 2, 3))[None]
+            ),
+            PAIR,
+            "texts",
+            "images",
+        ),
+        (
+            lambda self, input_ids, pixel_values: (input_ids.float().mean(1), pixel_values.mean((1, 2, 3))),
+            PAIR,
+            "batch_size",
+            "images",
+        ),
         (lambda self, pixel_values: pixel_values.mean((1, 2, 3)), PICTURES, "batch_size", "batch_size"),
     ],
     ids=["each text with each picture", "pictures in a prompt", "pictures alone"],

@@ -174,7 +174,8 @@ def test_the_quantizer_leaves_logging_as_it_is():
     assert logging.getLogger("onnxruntime.quantization").level in (logging.NOTSET, logging.WARNING)
 
 
-def test_distances_are_those_that_are_written_out():
+def test_distances_are_those_that_are_written_out_and_losses_are_of_the_next_token():
+    """A uniform distribution has the perplexity of its vocabulary."""
     expected = torch.tensor([[[2.0, 0.0], [0.0, 1.0]]])
     found = torch.tensor([[[2.0, 1.0], [0.5, 0.25]]])
     quality = measured({"logits": expected}, {"logits": found})
@@ -187,10 +188,6 @@ def test_distances_are_those_that_are_written_out():
     assert not quality.ok
     of_padding = measured({"logits": torch.zeros(1, 2, 5)}, {"logits": torch.ones(1, 2, 5)})
     assert (of_padding.positions, of_padding.agreement, of_padding.divergence, of_padding.ok) == (0, None, None, True)
-
-
-def test_losses_are_of_the_next_token():
-    """A uniform distribution has the perplexity of its vocabulary."""
     losses = text_losses(torch.zeros(1, 4, 7), torch.tensor([[1, 2, 3, 4]]))["losses"]
     assert losses.shape == (1, 3)
     assert float(losses.mean().exp()) == pytest.approx(7)

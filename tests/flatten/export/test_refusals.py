@@ -87,16 +87,13 @@ def test_a_float_does_not_vary():
     check_dynamic_shapes({"n": 3}, {"n": Dim.DYNAMIC})
 
 
-def test_inputs_on_another_device_are_named():
+def test_inputs_on_another_device_and_offloaded_weights_are_named_before_a_plain_export():
     module, given = torch.nn.Linear(3, 4), torch.ones(2, 3, device="meta")
     (warning,) = check_inputs(module, (given,))
     assert "input is on meta, the weights are on cpu" in str(warning)
     with pytest.raises(InvalidArgumentError, match=r"input is on meta.* are on cpu.*\n    input.to\('cpu'\)"):
         export_program(module, (given,))
     assert not check_inputs(module, (X,))
-
-
-def test_offloaded_weights_are_named_before_a_plain_export():
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
     accelerate.cpu_offload(module, torch.device("cpu"))
     (warning,) = check_inputs(module, (X,))
@@ -148,16 +145,10 @@ def test_a_case_at_which_the_module_stops_is_named_with_its_line(kind):
     assert "test_refusals.py" in text
     assert "the code creates a tensor of a fixed size" in text
     assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-def test_explain_error_knows_a_planted_size():
-    """The line of the module, which the traceback has below torch's."""
-    with pytest.raises(RuntimeError) as caught:
-        Planted()(torch.randn(9, 4))
-    explanation = explain_error(caught.value)
-    assert explanation.known
-    assert "The size of tensor a (9) must match the size of tensor b (3)" in explanation.text
-    assert "x + torch.ones(3, 4)" in explanation.text
+    assert explain_error(caught.value.__cause__).known
+    if kind is Planted:
+        assert "The size of tensor a (9) must match the size of tensor b (3)" in text
+        assert "x + torch.ones(3, 4)" in text
 
 
 BRANCHES = {
@@ -197,7 +188,6 @@ def _writes_data(self, x):
 
 UNTRACEABLE = {
     "gradient": lambda self, x: torch.vmap(torch.func.grad(lambda row: row.pow(3).sum()))(x),
-    "gradient of a layer": lambda self, x: torch.func.grad(lambda y: self.linear(y).pow(2).sum())(x),
     "sets .data": _sets_data,
     "writes .data": _writes_data,
     "asks for numbers": lambda self, x: x * torch.tensor(x.numpy() ** 2),
@@ -207,7 +197,7 @@ UNTRACEABLE = {
 @pytest.mark.parametrize("kind", UNTRACEABLE)
 def test_what_a_trace_does_not_follow_has_a_cure(kind):
     """Each is one of torch's own assertions, which name neither the cause nor what to write."""
-    module = module_of(UNTRACEABLE[kind], weight=torch.ones(3), linear=torch.nn.Linear(3, 1))
+    module = module_of(UNTRACEABLE[kind], weight=torch.ones(3))
     with pytest.raises(InvalidArgumentError, match=r"Own is not traced\. forward uses torch\.func, \.data"):
         export_program(module, (torch.ones(4, 3),))
 
@@ -259,7 +249,8 @@ def test_outputs_without_a_number_prove_nothing(tmp_path, answer):
     assert not any(tmp_path.iterdir())
 
 
-def test_nan_of_a_row_and_of_one_case_is_noted():
+def test_nan_of_a_row_and_of_one_case_is_noted_and_at_padding_it_is_not_compared():
+    """At padding a row that sees no position is a softmax over nothing."""
     linear = torch.nn.Linear(3, 4)
     linear.weight.data[1] = NAN
     report = export_program(linear, (torch.ones(5, 3),)).report
@@ -270,10 +261,6 @@ def test_nan_of_a_row_and_of_one_case_is_noted():
     report = export_program(module, (torch.rand(4, 3),), cases=cases).report
     assert report.ok
     assert "up to 100.0% of output" in str(report)
-
-
-def test_nan_at_padding_is_not_compared_and_not_noted():
-    """A row that sees no position is a softmax over nothing."""
 
     def tokens(self, input_ids, attention_mask):
         return torch.where(attention_mask == 0, NAN, input_ids.float())[..., None].repeat(1, 1, 2)

@@ -333,14 +333,17 @@ def test_a_sample_still_finds_a_wrong_file(tmp_path, monkeypatch):
     assert not (tmp_path / "a.onnx").exists()
 
 
-def test_without_a_proof_the_report_says_unproven(tmp_path):
+def test_without_a_proof_the_report_says_unproven_and_an_unknown_one_is_refused(tmp_path):
     found = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=CASES, proof="none")
     assert found.report.cases == []
     assert str(found).splitlines()[1].strip().startswith("UNPROVEN")
     assert (tmp_path / "a.onnx").is_file()
+    with pytest.raises(InvalidArgumentError, match="'auto', 'full', 'standard', 'sample', 'none'"):
+        export_program(torch.nn.Linear(3, 2), EXAMPLE, proof="some")
 
 
-def test_the_size_of_the_weights_decides_by_default(monkeypatch):
+def test_the_size_of_the_weights_of_which_tied_ones_count_once_decides_by_default(monkeypatch):
+    """Two modules that share a table of 4 rows and 2 columns of float32 hold 32 bytes."""
     size = ModelFacts.of(torch.nn.Linear(3, 2)).weight_bytes
     assert size == 32
     monkeypatch.setattr(eager_runs, "STANDARD_FROM", 33)
@@ -350,11 +353,9 @@ def test_the_size_of_the_weights_decides_by_default(monkeypatch):
     monkeypatch.setattr(eager_runs, "SAMPLED_FROM", 32)
     assert eager_runs.choose_proof("auto", size) == "sample"
     assert eager_runs.choose_proof("full", size) == "full"
-
-
-def test_an_unknown_proof_is_refused():
-    with pytest.raises(InvalidArgumentError, match="'auto', 'full', 'standard', 'sample', 'none'"):
-        export_program(torch.nn.Linear(3, 2), EXAMPLE, proof="some")
+    first, second = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
+    second.weight = first.weight
+    assert weight_bytes(torch.nn.Sequential(first, second)) == 32
 
 
 def test_the_report_has_time_and_memory_of_every_step(tmp_path):
@@ -365,14 +366,7 @@ def test_the_report_has_time_and_memory_of_every_step(tmp_path):
     assert all(growth >= 0 for growth in report.peak_growth.values())
 
 
-def test_tied_weights_are_counted_once():
-    """Two modules that share a table of 4 rows and 2 columns of float32 hold 32 bytes."""
-    first, second = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
-    second.weight = first.weight
-    assert weight_bytes(torch.nn.Sequential(first, second)) == 32
-
-
-def test_a_full_disk_and_an_opset_that_onnxruntime_lacks_are_found_before_anything_is_traced(tmp_path, monkeypatch):
+def test_what_there_is_no_room_or_opset_for_is_found_before_anything_is_traced(tmp_path, monkeypatch):
     module = torch.nn.Linear(3, 2)
     monkeypatch.setattr(module, "forward", lambda *args: pytest.fail("the module was called"))
     with pytest.raises(InvalidArgumentError, match="opset_version=99: the installed onnx has"):
@@ -381,9 +375,6 @@ def test_a_full_disk_and_an_opset_that_onnxruntime_lacks_are_found_before_anythi
     with pytest.raises(NoRoomError, match=r"the weights take 32 bytes, and 10 bytes are free"):
         export_onnx(module, EXAMPLE, path=tmp_path / "a.onnx")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_too_little_memory_is_found_before_anything_is_traced(monkeypatch):
     facts = dataclasses.replace(ModelFacts.of(torch.nn.Linear(3, 2)), weight_bytes=2**31)
     monkeypatch.setattr(write, "memory_available", lambda: 2**30)
     monkeypatch.setattr(write.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))

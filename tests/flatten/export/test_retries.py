@@ -16,11 +16,6 @@ from yobx_flatten.errors import InvalidArgumentError, ReplayError
 nn = torch.nn
 
 
-@pytest.fixture
-def _lines_of_code(monkeypatch):
-    monkeypatch.setattr(torch.fx.config, "do_not_emit_stack_traces", False)
-
-
 def _differences(path, module, *calls):
     session = onnxruntime.InferenceSession(path)
     found = []
@@ -114,7 +109,8 @@ def test_chunks_of_a_varying_size_need_no_retry(tmp_path):
 ROLLED = module_of(lambda self, x: {"y": torch.roll(x, x.shape[1] // 2, 1)})
 
 
-def test_a_size_that_fails_is_fixed_and_named(tmp_path):
+def test_a_size_that_fails_is_fixed_and_named_unless_it_was_stated_or_is_that_of_a_case(tmp_path):
+    """Where a size was stated or a case has another, the first error comes out."""
     report = export_onnx(ROLLED, kwargs={"x": torch.randn(3, 6)}, path=tmp_path / "m.onnx").report
     (note,) = [remark for remark in report.remarks if "fixed as in the example" in remark]
     assert note.startswith("x.shape[1] is fixed")
@@ -123,36 +119,26 @@ def test_a_size_that_fails_is_fixed_and_named(tmp_path):
     assert _differences(tmp_path / "m.onnx", ROLLED, {"x": torch.randn(7, 6)}) == [0.0]
     with pytest.raises(Exception, match=r"(?i)dimension"):  # onnxruntime has classes for each of its codes
         _differences(tmp_path / "m.onnx", ROLLED, {"x": torch.randn(3, 8)})
-
-
-def test_sizes_that_were_stated_and_those_of_cases_are_never_fixed(tmp_path):
-    """A file of one size does not pass a case of another, so the first error comes out."""
     free = {"x": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}}
     other = Case("8 columns", (), {"x": torch.randn(3, 8)})
     for stated in ({"dynamic_shapes": free}, {"cases": [other]}):
         with pytest.raises(InvalidArgumentError, match=r"(?s)aten\.roll\.default.*translations=") as caught:
-            export_onnx(ROLLED, kwargs={"x": torch.randn(3, 6)}, path=tmp_path / "m.onnx", **stated)
+            export_onnx(ROLLED, kwargs={"x": torch.randn(3, 6)}, path=tmp_path / "stated.onnx", **stated)
         assert len(str(caught.value).splitlines()) <= 4
-        assert not (tmp_path / "m.onnx").exists()
+        assert not (tmp_path / "stated.onnx").exists()
 
 
-class Doubled(nn.Module):
-    def forward(self, x):
-        return {"y": torch.ops.yobx_tests.twice_plus(x, 1.0)}
-
-
-class Reread(nn.Module):
-    def forward(self, x):
-        return {"y": x.view(torch.int32)}
-
-
-@pytest.mark.usefixtures("_lines_of_code")
 @pytest.mark.parametrize(
-    ("module", "operator"), [(Doubled(), "yobx_tests.twice_plus.default"), (Reread(), "aten.view.dtype")]
+    ("forward", "operator"),
+    [
+        (lambda self, x: {"y": torch.ops.yobx_tests.twice_plus(x, 1.0)}, "yobx_tests.twice_plus.default"),
+        (lambda self, x: {"y": x.view(torch.int32)}, "aten.view.dtype"),
+    ],
 )
-def test_an_operator_without_translation_is_named_with_the_line_to_type(module, operator, tmp_path):
+def test_an_operator_without_translation_is_named_with_the_line_to_type(forward, operator, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.fx.config, "do_not_emit_stack_traces", False)
     with pytest.raises(InvalidArgumentError, match="has no translation") as caught:
-        export_onnx(module, kwargs={"x": torch.randn(2, 3, 4)}, path=tmp_path / "m.onnx")
+        export_onnx(module_of(forward), kwargs={"x": torch.randn(2, 3, 4)}, path=tmp_path / "m.onnx")
     first, last = str(caught.value).splitlines()
     assert operator in first
     assert "test_retries.py" in first

@@ -61,18 +61,14 @@ def _named(kwargs):
     return {"input_ids": kwargs["input_ids"], "attention_mask": kwargs["attention_mask"], **cache}
 
 
-def test_every_case_is_replayed_in_the_runtime(written):
+def test_every_case_is_replayed_in_the_runtime_and_strided_inputs_give_the_numbers_of_the_module(written):
+    """Compiled code takes every input for contiguous; a slice and a transposed tensor are made so."""
     runtime, report, runner = written
     names = ["the example", "one row, one token", "two tokens", "as long as can be", "padded", "strided"]
     assert [(case.case, case.runtime, case.error) for case in report.cases] == [(n, runtime, None) for n in names]
     assert report.ok
     assert runner.runtime == runtime
     assert (list(runner.ports), list(runner.outputs)) == (report.input_names, report.output_names)
-
-
-def test_strided_inputs_give_the_numbers_of_the_module(written):
-    """Compiled code takes every input for contiguous; a slice and a transposed tensor are made so."""
-    _, _, runner = written
     given = inputs(3, 5, 4, padded=1, seed=9)
     with torch.no_grad():
         expected = make_step()(**given)

@@ -122,7 +122,9 @@ def test_a_size_that_has_to_be_that_of_the_example_is_stated_as_fixed(kind, tmp_
         assert any(remark.startswith("x.shape[1] is fixed at 8, since") for remark in exported.report.remarks)
 
 
-def test_a_case_of_sizes_that_the_conversion_fixed_is_in_the_report_and_no_failure(tmp_path):
+def test_a_case_of_sizes_that_the_conversion_fixed_is_in_the_report_and_no_failure(
+    tmp_path,
+):
     exported, call = _file(tmp_path, made("Pooled"))
     x = torch.randn(3, 17)
     assert _same(exported.program.module()(x), made("Pooled")(x))
@@ -210,12 +212,8 @@ def test_a_mask_over_past_and_new_tokens_may_be_shorter_than_two_and_two(tmp_pat
 BOUNDS = {"batch": 4, "length": 12, "new": 5}
 
 
-@pytest.fixture(scope="module")
-def exported():
-    return export_program(make_step(), (), inputs(2, 3, 2), bounds=BOUNDS, cases=cases())
-
-
-def test_every_leaf_has_its_bound_and_a_call_above_is_explained(exported):
+def test_every_leaf_has_its_bound_and_a_call_above_is_explained():
+    exported = export_program(make_step(), (), inputs(2, 3, 2), bounds=BOUNDS, cases=cases())
     fits = inputs(4, 7, 5)
     with torch.no_grad():
         expected = make_step()(**fits)
@@ -318,13 +316,10 @@ def test_a_model_that_writes_to_its_weights_is_as_it_was():
     assert module.weight.tolist() == [1, 1, 1]
 
 
-def test_sizes_that_belong_together_are_tried_together():
+def test_sizes_that_belong_together_are_tried_together_and_what_varies_or_was_fixed_by_the_caller_is_no_note():
     masked = module_class("Masked", lambda self, x, mask: sum(x[:, i] * mask[:, i] for i in range(x.shape[1])))()
     report = export_program(masked, (torch.randn(2, 5), torch.ones(2, 5)), cases=[]).report
     assert "x.shape[1] is fixed at 5 by the trace: the model accepts other sizes" in str(report)
-
-
-def test_what_varies_or_was_fixed_by_the_caller_is_no_note():
     example = (torch.randn(4, 3), torch.randn(6))
     assert "x.shape[0] is fixed at 4" in str(export_program(Loop(), example, cases=[]).report)
     stated = ({1: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})

@@ -12,6 +12,7 @@ from torch.export import Dim
 
 from tests.flatten.export.rewound_rows import WritesIntoBuffers, small_llama, small_mistral
 from tests.flatten.export.small_step import Decay, inputs, loop_inputs, make_step, shapes
+from tests.modules import module_of
 from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, register_flattening_functions
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.export.flat_program import flat_program, signature_of
@@ -20,17 +21,9 @@ from yobx_flatten.export.runtimes.aotinductor import lift_sizes, refused_when_em
 from yobx_flatten.runners.signature import KEY, Signature
 
 
-class Convolved(torch.nn.Module):
-    def forward(self, x, state):
-        rows = torch.cat([state, x], dim=1)
-        return {"y": rows[:, -x.shape[1] :] * x, "present": rows[:, -state.shape[1] :]}
-
-
-@pytest.fixture(scope="module")
-def convolved():
-    free = {0: Dim.AUTO, 1: Dim.AUTO}
-    given = {"x": torch.ones(2, 3, 4), "state": torch.ones(2, 5, 4)}
-    return export_program(Convolved(), (), given, dynamic_shapes={"x": free, "state": {0: Dim.AUTO}}, cases=[])
+def _convolved(self, x, state):
+    rows = torch.cat([state, x], dim=1)
+    return {"y": rows[:, -x.shape[1] :] * x, "present": rows[:, -state.shape[1] :]}
 
 
 def _refused(program):
@@ -39,8 +32,10 @@ def _refused(program):
         return refused_when_empty(flat_program(traced.program), signature_of(traced))
 
 
-def test_a_size_is_refused_where_the_module_refuses_it(convolved):
-    module = Convolved()
+def test_a_size_is_refused_where_the_module_refuses_it_and_the_package_states_it(monkeypatch, tmp_path):
+    module, free = module_of(_convolved), {0: Dim.AUTO, 1: Dim.AUTO}
+    given = {"x": torch.ones(2, 3, 4), "state": torch.ones(2, 5, 4)}
+    convolved = export_program(module, (), given, dynamic_shapes={"x": free, "state": {0: Dim.AUTO}}, cases=[])
     with pytest.raises(RuntimeError, match="must match"):
         module(torch.ones(2, 0, 4), torch.ones(2, 5, 4))
     assert module(torch.ones(0, 3, 4), torch.ones(0, 5, 4))["y"].shape == (0, 3, 4)
@@ -50,9 +45,6 @@ def test_a_size_is_refused_where_the_module_refuses_it(convolved):
     with torch.no_grad():
         assert step(**inputs(2, 0, 2))["logits"].shape == (2, 2, 16)
     assert _refused(export_program(step, (), inputs(2, 3, 2), dynamic_shapes=shapes(), cases=[])) == []
-
-
-def test_the_package_states_it(convolved, monkeypatch, tmp_path):
     written = {}
     compiles = lambda program, **options: written.update(options["inductor_configs"])  # noqa: E731 # returns None
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiles)
@@ -64,17 +56,18 @@ def test_the_package_states_it(convolved, monkeypatch, tmp_path):
         signature.check_sizes({"x": (2, 0, 4), "state": (2, 5, 4)}, ReplayError, "model.pt2")
 
 
-class Joined(torch.nn.Module):
-    def forward(self, x):
-        heads = x.permute(0, 2, 1, 3)
-        rows = torch.cat([heads[..., :2] * 2.0, heads[..., 2:]], -1).contiguous()
-        return {"y": rows.view(-1, rows.shape[2], 4)}
+def _joined(self, x):
+    heads = x.permute(0, 2, 1, 3)
+    rows = torch.cat([heads[..., :2] * 2.0, heads[..., 2:]], -1).contiguous()
+    return {"y": rows.view(-1, rows.shape[2], 4)}
 
 
 def test_a_view_that_lowering_refuses_is_a_copy(monkeypatch, tmp_path):
     """torch gives the joined tensor other strides as it lowers; what is compiled then computes the same."""
     free = {0: Dim.AUTO, 1: Dim.AUTO}
-    exported = export_program(Joined(), (), {"x": torch.ones(2, 3, 5, 4)}, dynamic_shapes={"x": free}, cases=[])
+    exported = export_program(
+        module_of(_joined), (), {"x": torch.ones(2, 3, 5, 4)}, dynamic_shapes={"x": free}, cases=[]
+    )
     compiled = []
 
     def compile_second(program, **options):
@@ -87,7 +80,7 @@ def test_a_view_that_lowering_refuses_is_a_copy(monkeypatch, tmp_path):
         write_package(exported._source.traced, tmp_path / "model.pt2")
     x = torch.randn(3, 2, 5, 4)
     (found,) = compiled[1].module()(x)
-    torch.testing.assert_close(found, Joined()(x)["y"])
+    torch.testing.assert_close(found, module_of(_joined)(x)["y"])
     assert not compiled[1].graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
 
 

@@ -186,8 +186,6 @@ def test_a_cache_with_states_of_a_convolution_serves_other_calls():
 
 
 X = torch.ones(2, 3)
-
-
 Adds = module_class("Adds", lambda self, x, more=None: x if more is None else x + more)
 
 
@@ -258,8 +256,6 @@ def test_a_program_with_none_is_exported_again():
 
 ROWS = {0: Dim.AUTO}
 SHAPES = {"x": ROWS, "extra": {"a": ROWS}}
-
-
 Takes = module_class("Takes", lambda self, x, **kwargs: x + kwargs["extra"]["a"])
 
 

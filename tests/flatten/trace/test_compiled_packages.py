@@ -1,4 +1,4 @@
-"""Packages, stored programs, and models in another thread: called as they were traced, inside a block."""
+"""Packages, compiled code, stored programs, and models in another thread: called as traced, inside a block."""
 
 import copy
 import os
@@ -10,19 +10,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch.export import Dim
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.flatten.huggingface.tracing.one_graph import small_model
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
 from yobx_flatten.huggingface.builders import make_dynamic_cache
 from yobx_flatten.trace.program import called_contiguous, importing_classes, remembering_expressions, remembering_hints
 from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
 
-pytestmark = pytest.mark.slow
-
+# dynamo goes through a cached function as if it were not cached, and says so; ours return the same again and again
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:While compiling, we found certain side effects:UserWarning"  # transformers' own, of the models
+    ),
+]
 compiles = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="AOTInductor needs a C++ compiler"
 )
@@ -43,7 +50,6 @@ def tokens(*shape, seed):
 
 
 def inputs(*, batch, past, new, sliced):
-
     def made(seed, length):
         tensor = tokens(batch, 2, length + 3, 4, seed=seed)[:, :, 3:]
         return tensor if sliced else tensor.contiguous()
@@ -81,7 +87,6 @@ def test_a_package_is_right_for_slices(package, batch, past, new, sliced):
 
 @compiles
 def test_a_package_that_was_compiled_elsewhere_is_called_as_it_was(tmp_path):
-
     add = module_class("Add", lambda self, x: x * 2 + torch.arange(x.shape[1]))()
     x = torch.arange(12.0).reshape(2, 6)[:, 2:]
     program = torch.export.export(add, (x,))
@@ -109,18 +114,17 @@ def test_an_input_that_was_strided_in_the_example_stays_so():
     assert call(Package(loader), strided, strided, strided) == [(3, 1), (1, 4), (1, 4)]
 
 
-class Joined(torch.nn.Module):
-    def forward(self, x, y):
-        joined = torch.cat([x, y, x])
-        chosen = torch.cond(x.sum() > 0, lambda h: h * 2, lambda h: h.sin(), (joined,))
-        return chosen, joined.reshape(-1, 6)[1:], torch.arange(x.shape[0] + y.shape[0])
+def _joined(self, x, y):
+    joined = torch.cat([x, y, x])
+    chosen = torch.cond(x.sum() > 0, lambda h: h * 2, lambda h: h.sin(), (joined,))
+    return chosen, joined.reshape(-1, 6)[1:], torch.arange(x.shape[0] + y.shape[0])
 
 
 @pytest.mark.slow  # exports a branch
 def test_a_program_is_the_one_that_torch_loads(tmp_path):
     rows = {0: Dim("rows", min=2, max=64) * 2}
     example = (torch.ones(4, 3), torch.ones(6, 3))
-    program = torch.export.export(Joined(), example, dynamic_shapes=(rows, {0: Dim("more", min=2) * 2}))
+    program = torch.export.export(module_of(_joined), example, dynamic_shapes=(rows, {0: Dim("more", min=2) * 2}))
     torch.export.save(program, tmp_path / "joined.pt2")
     plain = torch.export.load(tmp_path / "joined.pt2")
     with register_flattening_functions():
@@ -129,13 +133,13 @@ def test_a_program_is_the_one_that_torch_loads(tmp_path):
     for one, other in zip(found.graph.nodes, plain.graph.nodes, strict=True):
         assert str(one.meta.get("val")) == str(other.meta.get("val"))
     given = torch.randn(8, 3), torch.randn(12, 3)
-    for one, other in zip(found.module()(*given), Joined()(*given), strict=True):
+    for one, other in zip(found.module()(*given), module_of(_joined)(*given), strict=True):
         assert torch.equal(one, other)
     with pytest.raises(AssertionError, match="Guard failed"):
         found.module()(torch.ones(130, 3), torch.ones(6, 3))
 
 
-def test_a_text_is_parsed_once_for_a_program_and_an_example_size():
+def test_a_text_is_parsed_once_for_a_program_and_an_example_size_and_the_types_of_fields_once_for_a_class():
     parsed = []
 
     class Deserializer:
@@ -152,9 +156,6 @@ def test_a_text_is_parsed_once_for_a_program_and_an_example_size():
     assert parsed == [("s0 + 1", 5), ("s0 + 1", None)]
     loader.symbol_name_to_symbol = {}
     assert loader.parse("s0 + 1", 5) is not first
-
-
-def test_the_types_of_fields_are_read_once_for_a_class():
     asked = []
 
     def get_type_hints(obj, *given, **options):
@@ -304,3 +305,61 @@ def test_traces_that_overlap_put_the_choice_of_kernels_back(order):
         go_on[number].set()
         threads[number].join()
     assert (len(during), _cur_sdpa_kernel_backends()) == (1, before)
+
+
+FULL, SLIDING = ("DynamicLayer", {}), ("DynamicSlidingWindowLayer", {"sliding_window": 8})
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="dynamo of torch 2.11 does not read the attributes of a layer")
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param([FULL], id="one layer"),
+        pytest.param([FULL] * 3, id="of one kind"),
+        pytest.param([SLIDING] * 2, id="sliding"),
+        pytest.param([FULL, SLIDING] * 2, id="in turn"),
+        pytest.param([SLIDING, SLIDING, FULL, SLIDING, FULL], id="in no order"),
+    ],
+)
+def test_compiled_code_takes_a_cache_apart_in_one_graph(layers):
+    pairs = [(torch.full((1, 2, 3, 4), 1.0 + i), torch.full((1, 2, 3, 4), 10.0 + i)) for i in range(len(layers))]
+    cache = make_dynamic_cache(pairs, *map(list, zip(*layers, strict=True)))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def double(cache):
+        return pytree.tree_map(lambda leaf: leaf * 2 if isinstance(leaf, torch.Tensor) else leaf, cache)
+
+    with register_flattening_functions(patch_transformers=True):
+        leaves, spec = pytree.tree_flatten(cache)  # the first time writes functions, which dynamo does not follow
+        pytree.tree_unflatten(leaves, spec)
+        found = double(cache)
+    values = [(layer.keys.unique().tolist(), layer.values.unique().tolist()) for layer in found.layers]
+    assert values == [([2.0 + 2 * i], [20.0 + 2 * i]) for i in range(len(layers))]
+    assert [type(layer).__name__ for layer in found.layers] == [name for name, _ in layers]
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="dynamo of torch 2.11 does not follow what rebuilds a cache")
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("LlamaConfig", "LlamaForCausalLM"), id="llama", marks=pytest.mark.extended),
+        pytest.param(("MistralConfig", "MistralForCausalLM", {"sliding_window": 8}), id="mistral"),
+    ],
+)
+def test_a_strict_export_serves_other_lengths(names):
+    model = small_model(*names)
+    example = decode_inputs(model, DecodeSizes())
+    with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        program = torch.export.export(
+            model,
+            (),
+            copy.deepcopy(example),
+            dynamic_shapes=dynamic_shapes(example),
+            strict=True,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+        for sizes in (DecodeSizes(batch=3, past=4, new=2), DecodeSizes(batch=1, past=17, new=1, padding=3)):
+            inputs = decode_inputs(model, sizes, seed=1)
+            expected = model(**copy.deepcopy(inputs)).logits
+            found = program.module()(**inputs).logits
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

@@ -62,15 +62,12 @@ def run(program, x, cache):
 # A program explains itself.
 
 
-def test_a_program_called_inside_a_block_is_right(program):
+def test_a_program_called_inside_a_block_is_right_and_outside_it_names_the_class_and_the_line(program):
     expected, _ = OneStep()(tokens(3, seed=5), cache_of(batch=3, length=6))
     for one in (program, copy.deepcopy(program)):
         found, cache = run(one, tokens(3, seed=5), cache_of(batch=3, length=6))
         torch.testing.assert_close(found, expected)
         assert (type(cache), cache.get_seq_length()) == (DynamicCache, 7)
-
-
-def test_a_program_called_outside_names_the_class_and_the_line_as_do_its_module_a_copy_and_a_decomposed_one(program):
     with register_flattening_functions(patch_transformers=True):
         module, decomposed = program.module(), program.run_decompositions()
         for one in (copy.deepcopy(module), decomposed.module()):

@@ -306,7 +306,7 @@ def test_generate_without_a_tokenizer_says_so(copied, capsys):
     assert "contains no tokenizer that can be read" in capsys.readouterr().err
 
 
-def test_explain_names_the_inputs_of_a_model_and_draws_stored_inputs_and_cases(folder, tmp_path, capsys):
+def test_explain_names_the_inputs_of_a_model_and_draws_stored_inputs_cases_and_recorded_calls(folder, tmp_path, capsys):
     assert main(["explain", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "past_key_values.1.value: float[" in shown
@@ -322,9 +322,6 @@ def test_explain_names_the_inputs_of_a_model_and_draws_stored_inputs_and_cases(f
     (tmp_path / "inputs.onnx").unlink()
     assert main(["explain", str(tmp_path)]) == 2
     assert "contains no .onnx or .pt2 file and no recorded calls" in capsys.readouterr().err
-
-
-def test_explain_describes_recorded_calls(tmp_path, capsys):
     model = torch.nn.Linear(3, 2)
     with record_calls(model, to=tmp_path / "calls"):
         model(torch.ones(2, 3))
@@ -426,7 +423,7 @@ def reply(talks, text, tokens):
     return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_a_conversation_of_two_turns_with_a_system_prompt_is_that_of_the_model(talks, capsys):
+def test_a_conversation_of_two_turns_or_of_lines_of_the_input_is_that_of_the_model(talks, capsys, monkeypatch):
     _, folder, _ = talks
     asked = ["--system", "S", "--message", "hi", "--message", "yo", "--tokens", "6", "--greedy", "--json"]
     assert main(["chat", str(folder), *asked]) == 0
@@ -435,9 +432,6 @@ def test_a_conversation_of_two_turns_with_a_system_prompt_is_that_of_the_model(t
     second = reply(talks, f"s:S;u:hi;a:{first};u:yo;a:", 6)
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert [message["content"] for message in messages] == ["S", "hi", first, "yo", second]
-
-
-def test_lines_of_the_input_are_turns_until_an_empty_one(talks, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nnever read\n"))
     assert main(["chat", str(talks[1]), "--tokens", "5", "--greedy"]) == 0
     assert capsys.readouterr().out == reply(talks, "u:hi;a:", 5) + "\n"

@@ -218,7 +218,7 @@ def test_an_axis_that_is_not_there():
     assert not explain_error(error).known
 
 
-def test_a_cache_in_an_output():
+def test_the_block_is_named_for_a_cache_in_an_output_and_one_that_is_not_there_to_be_looked_at():
     def fills(self, x):
         cache = transformers.DynamicCache()
         cache.update(x[None, None], x[None, None], 0)
@@ -230,9 +230,6 @@ def test_a_cache_in_an_output():
     assert explained.remedy == "with register_flattening_functions(patch_transformers=True): ..."
     with register_flattening_functions(patch_transformers=True):
         export(module_of(fills), (X,))
-
-
-def test_the_block_is_named_for_a_cache_that_is_not_there_to_be_looked_at():
     reader = module_class("Reader", lambda self, cache: cache.layers[0].keys + 1)()
     with pytest.raises(Exception, match="DynamicCache") as caught:
         export(reader, (make_dynamic_cache([(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))]),))

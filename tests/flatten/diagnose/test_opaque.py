@@ -93,7 +93,6 @@ MAKERS = {
 class Planted:
     tree: Any
     opaque: list[Any]
-    holds_tensors: bool
 
 
 @st.composite
@@ -114,11 +113,11 @@ def nests(draw, back_references=False, depth=4):
             later.append(made)
         return made, holds
 
-    tree, holds = build(depth)
+    tree, _ = build(depth)
     if back_references:
         for obj in later:
             obj.parent = tree
-    return Planted(tree, opaque, holds)
+    return Planted(tree, opaque)
 
 
 @given(nests())
@@ -449,7 +448,7 @@ def test_a_cache_outside_and_inside_of_the_block():
         """)
 
 
-def test_rows_are_cut_at_the_width_and_an_object_that_holds_itself_ends():
+def test_rows_are_cut_at_the_width_an_object_that_holds_itself_ends_and_a_repr_that_fails_is_named():
     text = drawn(["a" * 200], width=40)
     assert max(map(len, text.split("\n"))) == 40
     assert text.endswith("…")
@@ -457,8 +456,6 @@ def test_rows_are_cut_at_the_width_and_an_object_that_holds_itself_ends():
     tree.append(tree)
     assert drawn(tree).endswith("└─ [1]: … (the same object again)")
 
-
-def test_a_repr_that_fails_is_named():
     class Shy:
         def __repr__(self):
             raise ValueError
@@ -522,14 +519,11 @@ def test_specs_differ_exactly_when_there_is_a_difference(planted):
     assert bool(compare_specs(spec, other)) == (spec != other)
 
 
-def test_a_program_is_compared_by_its_inputs():
+def test_a_program_is_compared_by_its_inputs_and_caches_by_the_names_of_their_leaves():
     x = torch.ones(2)
     program = torch.export.export(module_class("Takes", lambda self, x, y: x)(), (x,), {"y": {"a": x + 1}})
     assert compare_specs(program, ((x,), {"y": {"a": x}})) == []
     assert placed(compare_specs(program, ((x,), {"y": x}))) == [("kwargs['y']", "dict with ['a']", "a leaf")]
-
-
-def test_caches_of_other_layers_differ_in_the_names_of_their_leaves():
     with register_flattening_functions(patch_transformers=True):
         found = compare_specs({"past": cache_of(1)}, {"past": cache_of(2)})
     assert placed(found) == [(f"tree['past']['{part}_1']", "not there", "a leaf") for part in ("key", "value")]

@@ -40,7 +40,7 @@ def _tensors(first, second):
     return torch.ones(first, 4), torch.ones(second, 4)
 
 
-def test_a_variable_on_two_axes_makes_them_equal_within_its_range():
+def test_a_variable_on_two_axes_makes_them_equal_within_its_range_in_every_form_of_a_spec():
     batch = ShapeVar("batch", max=64)
     spec = ParamsSpec({"x": TensorSpec([batch, STATIC]), "y": TensorSpec([batch, 4])})
     exported = export_program(Adds(), _tensors(3, 3), dynamic_shapes=spec, cases=[Case("7", _tensors(7, 7))])
@@ -49,9 +49,6 @@ def test_a_variable_on_two_axes_makes_them_equal_within_its_range():
     for first, second in ((7, 6), (65, 65)):
         with pytest.raises(Exception, match=r"Guard failed|assertion failed"):
             exported(*_tensors(first, second))
-
-
-def test_a_shapes_spec_and_a_dict_of_tensor_specs_state_the_same():
     batch = ShapeVar("batch", min=3, max=9)
     params = {"x": TensorSpec([batch, None]), "y": TensorSpec([batch, None])}
     found = [

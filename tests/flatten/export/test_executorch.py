@@ -25,8 +25,6 @@ from yobx_flatten.runners.executorch_runner import Rows
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.ports import present_of
 
-BOUNDS = {"batch": 12, "length": 600}
-
 
 @pytest.fixture(scope="module")
 def model():
@@ -75,10 +73,10 @@ def test_layers_that_slide_and_masks_of_each_head_have_no_buffers():
         _buffers(_exported(model, DecodeSizes(), proof="none"))
 
 
-TEXTS = ["{}", '{"in_place": 3, "inputs": {}, "outputs": {}}', '{"in_place": [], "inputs": {"a": "b"}, "outputs": {}}']
-
-
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "text",
+    ["{}", '{"in_place": 3, "inputs": {}, "outputs": {}}', '{"in_place": [], "inputs": {"a": "b"}, "outputs": {}}'],
+)
 def test_damaged_rows_are_refused(text):
     with pytest.raises(DamagedFileError, match=r"The list of rows in model\.pte is damaged"):
         Rows.from_json(text, "model.pte")
@@ -167,7 +165,7 @@ def test_quantized_weights_have_no_portable_kernels_and_the_remark_names_the_fil
 def folder(model, tmp_path_factory):
     pytest.importorskip("executorch.exir")
     place = tmp_path_factory.mktemp("executorch") / "llama"
-    return export_folder(model, place, target="executorch", bounds=BOUNDS, proof="sample")
+    return export_folder(model, place, target="executorch", bounds={"batch": 12, "length": 600}, proof="sample")
 
 
 @pytest.mark.slow

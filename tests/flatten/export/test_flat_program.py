@@ -43,16 +43,13 @@ class Masked(torch.nn.Module):
         return (x * padded[rows, torch.arange(x.shape[1])[None]])[x.sum(1).sort()[1]]
 
 
-@pytest.fixture(scope="module", params=[0, 5], ids=["text", "image"])
-def signature(request):
+@pytest.mark.parametrize("image", [0, 5])
+def test_a_mask_is_of_any_length_where_it_is_padded_and_of_the_same_number_of_rows(image):
+    """torch raises `IndexError` for fewer rows, and OpenVINO would return numbers."""
     free = {0: Dim.AUTO, 1: Dim.AUTO}
     given = {"x": torch.ones(2, 3), "mask": torch.ones(2, 4, dtype=torch.int64)}
-    exported = export_program(Masked(request.param), (), given, dynamic_shapes={"x": free, "mask": free}, cases=[])
-    return signature_of(source_of(exported).traced)
-
-
-def test_a_mask_is_of_any_length_where_it_is_padded_and_of_the_same_number_of_rows(signature):
-    """torch raises `IndexError` for fewer rows, and OpenVINO would return numbers."""
+    exported = export_program(Masked(image), (), given, dynamic_shapes={"x": free, "mask": free}, cases=[])
+    signature = signature_of(source_of(exported).traced)
     x = torch.ones(3, 5)
     for rows in (2, 4):
         with pytest.raises(InvalidArgumentError, match=f"mask has size {rows} in axis 0, and the file takes 3 there"):
@@ -165,8 +162,9 @@ def test_a_program_of_a_file_does_not_write_to_its_inputs_which_may_have_the_nam
     torch.testing.assert_close(found, given["input"] * 2)
 
 
-HAS_EXPORTERS = importlib.util.find_spec("transformers.exporters") is not None
-needs_exporters = pytest.mark.skipif(not HAS_EXPORTERS, reason="transformers before 5.17 has no exporters")
+needs_exporters = pytest.mark.skipif(
+    importlib.util.find_spec("transformers.exporters") is None, reason="transformers before 5.17 has no exporters"
+)
 
 
 class Scale(torch.nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import Case, export_folder, export_onnx, export_program, prove_program, verify_folder
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.export.onnx import attempts as onnx_attempts
@@ -113,13 +113,13 @@ def test_a_wrong_file_of_a_model_with_small_scores_is_refused(fault, tmp_path, m
         export_onnx(small, kwargs=example, path=tmp_path / "wrong.onnx")
 
 
-_WRITERS = [
-    ("to_openvino", "write_openvino", ".xml", FAULTS),
-    ("to_aotinductor", "write_package", ".pt2", [_no_scale]),  # each is compiled, for a minute
-]
-
-
-@pytest.mark.parametrize(("method", "writer", "suffix", "faults"), _WRITERS)
+@pytest.mark.parametrize(
+    ("method", "writer", "suffix", "faults"),
+    [
+        ("to_openvino", "write_openvino", ".xml", FAULTS),
+        ("to_aotinductor", "write_package", ".pt2", [_no_scale]),  # each is compiled, for a minute
+    ],
+)
 def test_files_of_other_runtimes_have_the_same_yardstick(method, writer, suffix, faults, tmp_path, monkeypatch):
     if suffix == ".xml":
         pytest.importorskip("openvino")
@@ -146,24 +146,15 @@ def test_files_of_other_runtimes_have_the_same_yardstick(method, writer, suffix,
             getattr(exported, method)(tmp_path / f"{fault.__name__}{suffix}")
 
 
-class Upcast(torch.nn.Module):
-    """Computes in float16 and returns float32, as models do that upcast their scores."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, input_ids):
-        return self.inner(input_ids=input_ids, use_cache=False).logits.float()
-
-
 def test_scores_that_are_returned_in_float32_are_measured_too(model, tmp_path):
     """They are as rough as the float16 that they were computed in: a fixed 6e-2 refused them."""
+    scores = lambda self, input_ids: self.inner(input_ids=input_ids, use_cache=False).logits.float()  # noqa: E731 # a forward
+    upcast = module_of(scores, inner=model)
     ids = torch.randint(3, 150, (2, 9), generator=torch.Generator().manual_seed(0))
-    report = export_onnx(Upcast(model), (ids,), path=tmp_path / "m.onnx").report
+    report = export_onnx(upcast, (ids,), path=tmp_path / "m.onnx").report
     assert max(report.yardstick.largest.values()) > 6e-2
     with pytest.raises(ReplayError, match=r"allowed 1\.0e-04"):  # a tolerance that is passed is the tolerance
-        export_onnx(Upcast(model), (ids,), path=tmp_path / "m.onnx", tolerance=1e-4)
+        export_onnx(upcast, (ids,), path=tmp_path / "m.onnx", tolerance=1e-4)
 
 
 def test_a_folder_in_float16_states_what_it_allows_and_a_stranger_cannot_state_more(model, tmp_path):
@@ -182,17 +173,13 @@ def test_a_folder_in_float16_states_what_it_allows_and_a_stranger_cannot_state_m
     assert not all(check.ok for check in report.checks if check.file == "model.onnx")
 
 
-def test_what_is_explained_is_bounded_by_the_output():
-    """A tenth of its range, and five roundings of its largest element at least."""
+def test_what_is_explained_is_bounded_by_the_output_and_float32_is_judged_by_float64():
+    """A tenth of the range and five roundings of the largest element at least; a stated tolerance stays as it is."""
     values = torch.tensor([-20.0, 20.0], dtype=torch.float16)
     assert explained(1e9, values) == pytest.approx(4.0)
     assert explained(0.0, values) == pytest.approx(5 * 20 * torch.finfo(torch.float16).eps)
     assert explained(1.0, torch.tensor([torch.inf], dtype=torch.float16)) == 0.0
     assert explained(0.0, values.float()) == 1e-4
-
-
-def test_float32_is_judged_by_float64_where_a_case_differs():
-    """Five times what the type costs, no more than a part of the range; a stated tolerance stays as it is."""
     module = module_class("Large", lambda self, x: {"sum": (x * self.weight).sum(-1)})()
     module.weight = torch.nn.Parameter(torch.full((64,), 1e4 / 3))
     x = {"x": torch.randn(9, 64, generator=torch.Generator().manual_seed(0))}

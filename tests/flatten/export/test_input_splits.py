@@ -139,20 +139,6 @@ def test_large_channels_in_float_are_nearer_than_two_rows(tmp_path, bits):
     assert errors["float"].mean() < 0.01 * errors["channels"].mean()
 
 
-class Parts(torch.nn.Module):
-    def __init__(self, count):
-        super().__init__()
-        self.parts = torch.nn.ModuleList(_stored(4) for _ in range(count))
-
-    def forward(self, x):
-        return [part(x) for part in self.parts]
-
-
-class Shared(Parts):
-    def forward(self, x, y):
-        return self.parts[0](x), self.parts[0](y)
-
-
 def _kept(path, splits):
     stored = ir.load(path)
     quantize_model(stored, Quantization("keep"), rounds_inputs=False, splits=splits)
@@ -161,7 +147,12 @@ def _kept(path, splits):
 
 
 def test_products_of_the_same_inputs_share_the_parts(tmp_path):
-    model, path, x = Parts(3).eval(), tmp_path / "m.onnx", _with_large_channels(6).reshape(2, 3, -1)
+    parts, path, x = (
+        torch.nn.ModuleList([_stored(4) for _ in range(3)]),
+        tmp_path / "m.onnx",
+        _with_large_channels(6).reshape(2, 3, -1),
+    )
+    model = module_of(lambda self, x: [part(x) for part in self.parts], parts=parts)
     free = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
     export_onnx(model, (x,), path=path, cases=[], dynamic_shapes=free)
     graph, session = _kept(path, {"x": _split(_with_large_channels(), 32)})
@@ -180,7 +171,8 @@ def test_products_of_the_same_inputs_share_the_parts(tmp_path):
 
 def test_layers_that_share_a_matrix_have_large_channels_of_their_own(tmp_path):
     """As those of ALBERT: the rows in float are those that meet the channels of each input."""
-    model, path = Shared(1).eval(), tmp_path / "m.onnx"
+    path, parts = tmp_path / "m.onnx", torch.nn.ModuleList([_stored(4)])
+    model = module_of(lambda self, x, y: (self.parts[0](x), self.parts[0](y)), parts=parts)
     given = {"x": _with_large_channels(6), "y": _with_large_channels(6, seed=4).roll(7, 1)}
     export_onnx(model, tuple(given.values()), path=path, cases=[])
     splits = {name: InputSplit(channels=tuple(range(first, 576, 48))) for name, first in (("x", 4), ("y", 11))}

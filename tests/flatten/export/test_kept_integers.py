@@ -63,7 +63,7 @@ def test_the_weights_are_given_back_in_their_own_bits_and_blocks(levels, first, 
             assert grid.scales.dtype == scales  # those of float16 stay in 16 bits
 
 
-def test_weights_of_a_model_have_no_grid_and_one_weight_off_it_is_enough():
+def test_weights_of_a_model_have_no_grid_and_blocks_of_one_weight_are_on_any_that_divides_the_matrix():
     weights = _random().standard_normal((ROWS, COLUMNS)).astype(numpy.float32)
     brain = torch.from_numpy(weights).bfloat16().float().numpy()
     for found in (weights, weights.astype(numpy.float16), weights.astype(numpy.float16).astype("f4"), brain):
@@ -73,6 +73,11 @@ def test_weights_of_a_model_have_no_grid_and_one_weight_off_it_is_enough():
         assert find_grid(weights) is not None
         weights[place] += 0.001 * 0.001
         assert find_grid(weights) is None
+    weights = _made(16, 32, first=0, lowest=True)
+    weights[3], weights[5, :32] = 0, 0.3
+    assert bool((find_grid(weights).weights() == weights).all())
+    assert bool((find_grid(numpy.zeros((4, 64), numpy.float32)).weights() == 0).all())
+    assert find_grid(numpy.zeros((4, 20), numpy.float32)) is None  # blocks of 16 do not divide it
 
 
 def test_weights_computed_in_half_precision_are_found_to_its_rounding():
@@ -87,14 +92,6 @@ def test_weights_computed_in_half_precision_are_found_to_its_rounding():
         exact = (numbers * scales.astype(numpy.float64)).reshape(ROWS, COLUMNS)
         largest = numpy.abs(exact).reshape(-1, 128).max(1)
         assert bool((numpy.abs(grid.weights() - exact).reshape(-1, 128).max(1) <= largest * 2.0**-10).all())
-
-
-def test_blocks_of_one_weight_are_on_any_grid_of_blocks_that_divide_the_matrix():
-    weights = _made(16, 32, first=0, lowest=True)
-    weights[3], weights[5, :32] = 0, 0.3
-    assert bool((find_grid(weights).weights() == weights).all())
-    assert bool((find_grid(numpy.zeros((4, 64), numpy.float32)).weights() == 0).all())
-    assert find_grid(numpy.zeros((4, 20), numpy.float32)) is None  # blocks of 16 do not divide it
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])

@@ -25,8 +25,7 @@ SMALL = {
 }  # fmt: skip
 MIXED = {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 OTHER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
-
-# class, configuration, options; all of them have two layers
+# class and configuration; all of them have two layers
 MODELS = {
     "llama": ("Llama", SMALL),
     "mistral, all layers slide": ("Mistral", {**SMALL, "sliding_window": 6}),

@@ -128,7 +128,7 @@ def test_an_opset_below_the_first_of_the_exporter_is_refused_before_the_trace(op
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_a_type_without_kernels_is_an_error_that_says_so(tmp_path):
+def test_a_type_without_kernels_is_an_error_that_says_so_and_half_precision_is_compared_as_such(tmp_path):
     """https://github.com/pytorch/pytorch/issues/143643; the file can be kept for another provider."""
     module, x, failed = torch.nn.Linear(3, 4).bfloat16(), torch.ones(2, 3, dtype=torch.bfloat16), tmp_path / "failed"
     with pytest.raises(ReplayError, match=r"(?s)onnxruntime lacks kernels for bfloat16 on the CPU.*failed.a\.onnx"):
@@ -136,9 +136,6 @@ def test_a_type_without_kernels_is_an_error_that_says_so(tmp_path):
     assert not (tmp_path / "a.onnx").exists()
     kept = onnx.load(failed / "a.onnx").graph
     assert kept.input[0].type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16
-
-
-def test_half_precision_is_compared_as_half_precision(tmp_path):
     half = torch.nn.Linear(3, 4).half(), (torch.ones(2, 3).half(),)
     assert export_onnx(*half, path=tmp_path / "a.onnx", cases=[]).report.tolerance == 6e-2
     assert export_onnx(Twice(), (torch.ones(2, 3),), path=tmp_path / "b.onnx", cases=[]).report.tolerance == 1e-4

@@ -20,7 +20,6 @@ from tests.modules import module_class
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
 from yobx_flatten.errors import NotRegisteredError, ReplayError
 from yobx_flatten.export import Case, export_onnx, export_program
-from yobx_flatten.huggingface.decoders import SlidingDecoder
 from yobx_flatten.runners.open import open_runner
 
 pytestmark = pytest.mark.slow
@@ -76,15 +75,6 @@ def test_the_file_of_a_model_that_slides_has_the_inputs_that_tools_feed_and_vary
     exported = export_onnx(make_model("mistral"), (), bare, tmp_path / "a.onnx", cases=[], counter_input=True)
     assert exported.report.input_names == ["input_ids", *names[3:], "past_key_values.length"]
     assert "present.length" in exported.report.output_names
-
-
-def test_a_program_of_a_window_is_replayed_as_a_loop_over_its_own_cache():
-    kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
-    decoder = SlidingDecoder(make_model("mistral"), kwargs, WORD)
-    report = export_program(decoder, (), decoder.inputs(kwargs), cases=[]).report
-    assert [(case.runtime, case.steps, case.max_difference < 1e-5) for case in report.cases] == [
-        ("torch.export", 3, True)
-    ]
 
 
 def test_a_cache_that_does_not_fit_the_mask_is_refused(mistral):
@@ -154,7 +144,7 @@ def test_plain_torch_onnx_export_works_inside_the_block(tmp_path):
         torch.testing.assert_close(torch.from_numpy(found), model(**case).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_any_module_with_nested_inputs(tmp_path):
+def test_any_module_with_nested_inputs_and_other_sizes_that_are_not_replayed_are_said(tmp_path):
     (args, kwargs), (other_args, other_kwargs) = _scale_inputs(2), _scale_inputs(5)
     cases = [Case("five rows", other_args, other_kwargs)]
     exported = export_onnx(Scale(), args, kwargs, tmp_path / "scale.onnx", cases=cases)
@@ -165,9 +155,6 @@ def test_any_module_with_nested_inputs(tmp_path):
     assert exported(*other_args, **other_kwargs)["y"][0].tolist() == [4.0, 6.0, 8.0]
     with pytest.raises(ReplayError, match=r"five rows\s+torch\.export\s+0\s+step 0: "):  # refused by a fixed size
         export_program(Scale(), args, kwargs, dynamic_shapes=None, cases=cases)
-
-
-def test_other_sizes_that_are_not_replayed_are_said(tmp_path):
     args, kwargs = _scale_inputs(1)
     report = export_program(Scale(), args, kwargs).report
     assert "zeros, False and lowest values" in [case.case for case in report.cases]

@@ -174,7 +174,7 @@ def test_the_quantizer_leaves_logging_as_it_is():
     assert logging.getLogger("onnxruntime.quantization").level in (logging.NOTSET, logging.WARNING)
 
 
-def test_distances_are_those_that_are_written_out_and_losses_are_of_the_next_token():
+def test_distances_are_those_that_are_written_out_and_outputs_without_scores_are_compared_by_size():
     """A uniform distribution has the perplexity of its vocabulary."""
     expected = torch.tensor([[[2.0, 0.0], [0.0, 1.0]]])
     found = torch.tensor([[[2.0, 1.0], [0.5, 0.25]]])
@@ -191,6 +191,17 @@ def test_distances_are_those_that_are_written_out_and_losses_are_of_the_next_tok
     losses = text_losses(torch.zeros(1, 4, 7), torch.tensor([[1, 2, 3, 4]]))["losses"]
     assert losses.shape == (1, 3)
     assert float(losses.mean().exp()) == pytest.approx(7)
+    ints, empty = torch.tensor([1, 2]), torch.zeros(0)
+    expected = {"hidden": torch.tensor([3.0, 4.0]), "ids": ints, "empty": empty}
+    quality = measured(expected, {"hidden": torch.tensor([3.0, 5.0]), "ids": ints + 1, "empty": empty})
+    assert (quality.max_difference, quality.mean_difference) == (1, 0.5)
+    assert quality.relative_difference == pytest.approx(math.sqrt(1 / (0.5**2 + 0.5**2)))
+    assert (quality.agreement, quality.perplexity_ratio) == (None, None)
+    assert str(quality) == "int8, one scale per output: max difference 1.0e+00; mean 5.0e-01, 141.4% of the outputs"
+    same = measured(expected, expected)
+    assert (same.ok, same.relative_difference) == (True, 0)
+    infinite = measured({"hidden": torch.ones(2)}, {"hidden": torch.tensor([1.0, math.nan])})
+    assert (infinite.ok, infinite.max_difference) == (False, math.inf)
 
 
 def test_weights_without_kernels_are_refused_before_the_export_and_stay_a_program(tmp_path, monkeypatch):
@@ -210,20 +221,6 @@ def measured(expected, found):
     distance = Distance()
     distance.add(expected, found)
     return distance.quality("int8", 0, 1.01)
-
-
-def test_outputs_without_scores_are_compared_by_size_and_have_to_be_finite():
-    ints, empty = torch.tensor([1, 2]), torch.zeros(0)
-    expected = {"hidden": torch.tensor([3.0, 4.0]), "ids": ints, "empty": empty}
-    quality = measured(expected, {"hidden": torch.tensor([3.0, 5.0]), "ids": ints + 1, "empty": empty})
-    assert (quality.max_difference, quality.mean_difference) == (1, 0.5)
-    assert quality.relative_difference == pytest.approx(math.sqrt(1 / (0.5**2 + 0.5**2)))
-    assert (quality.agreement, quality.perplexity_ratio) == (None, None)
-    assert str(quality) == "int8, one scale per output: max difference 1.0e+00; mean 5.0e-01, 141.4% of the outputs"
-    same = measured(expected, expected)
-    assert (same.ok, same.relative_difference) == (True, 0)
-    infinite = measured({"hidden": torch.ones(2)}, {"hidden": torch.tensor([1.0, math.nan])})
-    assert (infinite.ok, infinite.max_difference) == (False, math.inf)
 
 
 @pytest.mark.parametrize(

@@ -65,16 +65,13 @@ def test_a_size_of_the_trace_is_no_static_data(make, place):
         export_program(Answers(make), (X,), cases=[])
 
 
-def test_a_module_among_the_inputs_is_refused_by_path():
+def test_a_module_among_the_inputs_and_an_output_of_an_unregistered_class_are_refused_with_the_line():
     with pytest.raises(NotRegisteredError, match=r"(?s)given\.part is a module \(.*Linear\).*self\.part = part"):
         export_program(Answers(lambda h: h.part(h.x)), (Holder(X, torch.nn.Linear(3, 3)),))
     carrier = module_class("Carrier", lambda self: self.x)()
     carrier.x = X
     with pytest.raises(NotRegisteredError, match=r"(?s)given is a .*Carrier.*register\(Carrier, children=\['x'\]\)"):
         export_program(Answers(lambda c: c.x + 1), (carrier,))
-
-
-def test_an_output_of_an_unregistered_class_is_refused_with_the_line():
     made = type("Result", (), {"__init__": lambda self, x: setattr(self, "x", x)})
     with pytest.raises(NotRegisteredError, match=r"(?s)output is a .*Result.*register\(Result, children=\['x'\]\)"):
         export_program(Answers(lambda x: made(x + 1)), (X,))

@@ -22,7 +22,6 @@ from yobx_flatten.export.runtimes.openvino import blocks_of, quantized_example
 from yobx_flatten.runners.open import open_runner
 
 SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "aotinductor": ".pt2", "executorch": ".pte"}
-NAMES = {"onnx": "onnxruntime"}
 
 
 def _needs(runtime):
@@ -53,7 +52,7 @@ def written(request, exported, tmp_path_factory):
     path = tmp_path_factory.mktemp("runtimes") / f"step{SUFFIX[runtime]}"
     report = getattr(exported, f"to_{runtime}")(path)
     options = {"trust": True} if runtime == "aotinductor" else {}
-    return NAMES.get(runtime, runtime), report, open_runner(path, **options)
+    return runtime.replace("onnx", "onnxruntime"), report, open_runner(path, **options)
 
 
 def _named(kwargs):

@@ -31,7 +31,6 @@ class OneStep(torch.nn.Module):
         return total, cache
 
 
-Add = module_class("Add", lambda self, x, y: x.sum() + y.sum())
 AddPair = module_class("AddPair", lambda self, pair: pair.a + pair.b)
 
 
@@ -173,16 +172,13 @@ def test_every_replaced_attribute_is_back_after_an_export_also_one_that_failed()
     assert fx_config.use_duck_shape is True
 
 
-def test_a_function_kept_from_a_block_is_the_original_afterwards():
+def test_a_function_kept_from_a_block_is_the_original_afterwards_and_an_export_in_another_thread_is_wrapped():
     """Who imported torch's export function inside a block may call it later: no dimension setting, no replacement."""
     with register_flattening_functions(patch_transformers=True):
         kept = traced_function()
     watching = Watching(lambda: (fx_config.use_duck_shape, vars(DynamicSlidingWindowLayer)["update"].__module__))
     kept(watching, (torch.ones(2),), strict=False)
     assert set(watching.answers()) == {(True, "transformers.cache_utils")}
-
-
-def test_an_export_in_another_thread_is_wrapped():
     watching = Watching(lambda: fx_config.use_duck_shape)
     with register_flattening_functions(patch_transformers=True), ThreadPoolExecutor(1) as thread:
         thread.submit(export, watching, (tokens(), cache_of())).result()

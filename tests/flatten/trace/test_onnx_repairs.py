@@ -185,14 +185,11 @@ def _converted(module, *args):
         return torch.onnx.export(torch.export.export(module, args), dynamo=True, verbose=False)
 
 
-def test_an_axis_goes_into_a_complex_tensor():
+def test_an_axis_goes_into_a_complex_tensor_and_the_inverse_error_function_is_exact_to_the_last_digits():
     x, angles = torch.randn(2, 3, 4, 8), torch.rand(2, 4, 4)
     found = _converted(module_of(_rotary), x, angles)(x, angles)
     for ours, theirs in zip(found, module_of(_rotary)(x, angles), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_the_inverse_error_function_is_exact_to_the_last_digits():
     x = torch.cat([torch.linspace(-0.999999, 0.999999, 20001), torch.tensor([1.0, -1.0, 0.0, 2.0, 1 - 1e-7])])
     (found,) = _converted(_ErfInv(), x)(x)
     torch.testing.assert_close(found, torch.special.erfinv(x), rtol=1e-6, atol=1e-7, equal_nan=True)
@@ -279,7 +276,7 @@ def test_a_table_is_read_once_for_each_opset_and_changes_stay_with_who_made_them
         library._destroy()
 
 
-def test_decompositions_are_those_of_the_exporter_and_read_once():
+def test_decompositions_are_those_of_the_exporter_and_read_again_only_when_there_is_another():
     from torch.onnx._internal.exporter._decomp import create_onnx_friendly_decomposition_table as original
 
     def described(table):
@@ -298,9 +295,6 @@ def test_decompositions_are_those_of_the_exporter_and_read_once():
     assert described(create(few)) == expected
     assert aten.silu.default not in create(more)
     assert asked == [few, more]
-
-
-def test_decompositions_are_read_again_when_there_is_another():
     asked = []
     create = remembering_decompositions(lambda operators: asked.append(operators) or {})
     library = torch.library.Library("yobx_flatten_test", "FRAGMENT")

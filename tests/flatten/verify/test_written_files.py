@@ -208,15 +208,24 @@ def test_a_file_of_encoder_and_decoder_has_the_tokens_of_both_and_its_outputs_ar
     assert matched(every, leaves, leaves, {}, by_order=True) == dict(zip(every, leaves, strict=True))
 
 
-def test_weights_in_half_precision_are_judged_as_such(tmp_path):
-    linear, x = small_linear()
-    torch.onnx.export(copy.deepcopy(linear).half(), (x.half(),), tmp_path / "half.onnx", verbose=False)
-    one = compared(tmp_path / "half.onnx", linear, x)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*TracerWarning")
+@pytest.mark.parametrize("name", ["half.onnx", "half.xml", "float.xml"])
+def test_files_of_torch_and_openvino_are_judged_by_the_precision_of_their_weights(name, tmp_path):
+    (linear, x), path = small_linear(), tmp_path / name
+    if path.suffix == ".onnx":
+        torch.onnx.export(copy.deepcopy(linear).half(), (x.half(),), path, verbose=False)
+    else:
+        openvino = pytest.importorskip("openvino")
+        converted = openvino.convert_model(linear, example_input=x)
+        openvino.save_model(converted, path, compress_to_fp16=path.stem == "half")
+    more = {} if path.suffix == ".onnx" else {"seven_rows": torch.randn(7, 3)}
+    one = compared(path, linear, x, **more)
     assert one.ok is True, str(one)
-    assert one.report.tolerance == 6e-2
+    assert [case.case for case in one.report.cases] == ["the example", *["seven rows"] * len(more)]
+    assert one.report.tolerance == (6e-2 if path.stem == "half" else 1e-4)
     with torch.no_grad():
         linear[0].weight[1, 1] += 0.02
-    assert compared(tmp_path / "half.onnx", linear, x).ok is False
+    assert compared(path, linear, x, **more).ok is False
 
 
 def test_unknown_names_need_a_mapping(right, model, tmp_path):
@@ -231,7 +240,9 @@ def test_unknown_names_need_a_mapping(right, model, tmp_path):
         verdict(proto, model, tmp_path, names={"wrods": "input_ids"})
 
 
-def test_a_file_that_runs_in_no_case_is_not_called_wrong(right, model, tmp_path):
+def test_a_file_that_runs_in_no_case_is_not_called_wrong_and_a_damaged_one_leaves_the_others_judged(
+    right, model, tmp_path
+):
     proto = copied(right)
     nodes = [constant("shape", [7919, -1, 64]), helper.make_node("Reshape", ["unchanged", "shape"], ["logits"])]
     returned_through(proto, "logits", *nodes)
@@ -239,9 +250,6 @@ def test_a_file_that_runs_in_no_case_is_not_called_wrong(right, model, tmp_path)
     assert report.ok is None, str(report)
     (one,) = report.files.values()
     assert "runs in no case" in str(one)
-
-
-def test_a_damaged_file_leaves_the_others_of_its_folder_judged(right, model, tmp_path):
     onnx.save(right, tmp_path / "a.onnx")
     (tmp_path / "b.onnx").write_bytes((tmp_path / "a.onnx").read_bytes()[:1000])
     found = verify_file(tmp_path, model).files
@@ -367,24 +375,6 @@ def test_a_file_of_openvino_is_compared(tmp_path):
     assert verify_file(tmp_path / "openvino", small_mistral(window=None)).ok is False
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*TracerWarning")
-@pytest.mark.parametrize("compressed", [False, True])
-def test_a_module_that_openvino_converted_is_compared(compressed, tmp_path):
-    openvino = pytest.importorskip("openvino")
-    linear, x = small_linear()
-    converted = openvino.convert_model(linear, example_input=x)
-    openvino.save_model(converted, tmp_path / "model.xml", compress_to_fp16=compressed)
-    seven_rows = torch.randn(7, 3)
-    one = compared(tmp_path / "model.xml", linear, x, seven_rows=seven_rows)
-    assert one.ok is True, str(one)
-    assert [case.case for case in one.report.cases] == ["the example", "seven rows"]
-    assert one.report.tolerance == (6e-2 if compressed else 1e-4)
-    with torch.no_grad():
-        linear[0].weight[1, 1] += 0.02
-    assert compared(tmp_path / "model.xml", linear, x, seven_rows=seven_rows).ok is False
-
-
 @pytest.mark.filterwarnings("ignore:.*read_binary:DeprecationWarning")  # its exporter reads files of its own so
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_file_of_executorch_is_compared_also_one_that_it_wrote_by_itself(ours, tmp_path):
@@ -494,8 +484,7 @@ def test_a_fault_in_a_file_of_a_peer_is_found(fault, tmp_path):
     assert wrong_values(proto, file, tmp_path) != []
 
 
-ROOT = Path(__file__).parents[3]
-ACTION = ROOT / ".github" / "actions" / "verify" / "action.yml"
+ACTION = Path(__file__).parents[3] / ".github" / "actions" / "verify" / "action.yml"
 
 
 def run_action(environment, workspace, **inputs):

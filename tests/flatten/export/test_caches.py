@@ -22,7 +22,7 @@ from yobx_flatten.export.proof.replay import check_last_scores
 from yobx_flatten.huggingface.cache_names import argument_of
 from yobx_flatten.huggingface.cases import why_not_resizable
 from yobx_flatten.model_folder.source.configuration import small_model
-from yobx_flatten.runners import in_place
+from yobx_flatten.runners.in_place import TensorBuffers
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.ports import KEPT_SCORES
 
@@ -50,8 +50,8 @@ def test_it_is_replayed_in_both_forms_and_steps_write_into_the_same_memory(llama
     runtimes = [case.runtime for case in report.cases]
     assert runtimes.count("onnxruntime") == runtimes.count("onnxruntime, shared cache") == 4
     assert any("for one row only" in remark for remark in report.remarks)
-    monkeypatch.setattr(in_place, "_LEAST", 16)
     runner = open_runner(path)
+    monkeypatch.setattr(TensorBuffers.__init__, "__defaults__", (lambda total: max(2 * total, 16),))
     tokens = torch.randint(4, 259, (3, 20), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0

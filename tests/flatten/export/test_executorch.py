@@ -247,23 +247,15 @@ if importlib.util.find_spec("transformers.integrations.moe"):
     importlib.import_module("transformers.integrations.moe")  # registers the operator
 
 
-class Experts(torch.nn.Module):
+def _experts(self, rows, expert):
     """Rows sorted by expert, multiplied in groups, and put back: what transformers' mixtures do."""
-
-    def __init__(self):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.weight = torch.nn.Parameter(torch.randn(4, 5, 6))
-
-    def forward(self, rows, expert):
-        order = torch.argsort(expert, stable=True)
-        counts = torch.histc(expert.float(), bins=4, min=0, max=3)
-        ends = counts.cumsum(0).to(torch.int32)
-        product = torch.ops.transformers.grouped_mm_fallback(rows[order], self.weight, ends)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.shape[0])
-        return product[back]
+    order = torch.argsort(expert, stable=True)
+    counts = torch.histc(expert.float(), bins=4, min=0, max=3)
+    ends = counts.cumsum(0).to(torch.int32)
+    product = torch.ops.transformers.grouped_mm_fallback(rows[order], self.weight, ends)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0])
+    return product[back]
 
 
 @pytest.mark.skipif(
@@ -272,15 +264,16 @@ class Experts(torch.nn.Module):
 )
 def test_a_mixture_without_its_operators_computes_the_same_and_rows_after_the_last_expert_are_zeros():
     rows, experts = torch.randn(7, 5), torch.tensor([3, 0, 1, 0, 3, 3, 1])
+    module = module_of(_experts, weight=torch.randn(4, 5, 6))
     free = {0: Dim.DYNAMIC}
-    program = torch.export.export(Experts(), (rows, experts), dynamic_shapes=(free, free)).run_decompositions({})
+    program = torch.export.export(module, (rows, experts), dynamic_shapes=(free, free)).run_decompositions({})
     found = written_out(program)
     names = {str(node.target) for node in found.graph.nodes}
     assert [n for n in names if any(word in n for word in ("grouped_mm", "sort", "histc", "empty"))] == []
     for count in (2, 7, 12):
         given = torch.randn(count, 5), torch.arange(count) % 3
         with torch.no_grad():
-            torch.testing.assert_close(found.module()(*given), Experts()(*given))
+            torch.testing.assert_close(found.module()(*given), module(*given))
     plain = torch.export.export(torch.nn.Linear(3, 2), (torch.zeros(4, 3),))
     assert written_out(plain) is plain
     rows, weight, ends = torch.randn(6, 5), torch.randn(3, 5, 4), torch.tensor([2, 2, 5], dtype=torch.int32)

@@ -25,22 +25,16 @@ from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.signature import Signature
 
 
-class Masked(torch.nn.Module):
+def _masked(self, x, mask):
     """A mask that is read at the numbers of the rows, as masks of transformers are; rows in order of their sums.
 
     Models that see prepend entries for an image to the mask (GIT of transformers).
     """
-
-    def __init__(self, image=0):
-        super().__init__()
-        self.image = image
-
-    def forward(self, x, mask):
-        rows = torch.arange(x.shape[0])[:, None]
-        if self.image:
-            mask = torch.cat([mask.new_ones(mask.shape[0], self.image), mask], dim=-1)
-        padded = torch.nn.functional.pad(mask.to(torch.bool), (0, x.shape[1]))
-        return (x * padded[rows, torch.arange(x.shape[1])[None]])[x.sum(1).sort()[1]]
+    rows = torch.arange(x.shape[0])[:, None]
+    if self.image:
+        mask = torch.cat([mask.new_ones(mask.shape[0], self.image), mask], dim=-1)
+    padded = torch.nn.functional.pad(mask.to(torch.bool), (0, x.shape[1]))
+    return (x * padded[rows, torch.arange(x.shape[1])[None]])[x.sum(1).sort()[1]]
 
 
 @pytest.mark.parametrize("image", [0, 5])
@@ -48,7 +42,9 @@ def test_a_mask_is_of_any_length_where_it_is_padded_and_of_the_same_number_of_ro
     """torch raises `IndexError` for fewer rows, and OpenVINO would return numbers."""
     free = {0: Dim.AUTO, 1: Dim.AUTO}
     given = {"x": torch.ones(2, 3), "mask": torch.ones(2, 4, dtype=torch.int64)}
-    exported = export_program(Masked(image), (), given, dynamic_shapes={"x": free, "mask": free}, cases=[])
+    exported = export_program(
+        module_of(_masked, image=image), (), given, dynamic_shapes={"x": free, "mask": free}, cases=[]
+    )
     signature = signature_of(source_of(exported).traced)
     x = torch.ones(3, 5)
     for rows in (2, 4):

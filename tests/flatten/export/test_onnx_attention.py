@@ -16,6 +16,7 @@ import transformers
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from tests.cases import cases
+from tests.modules import module_of
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx, make_dynamic_cache
 
@@ -114,16 +115,11 @@ def test_an_opset_that_was_asked_for_is_written_and_operators_whose_replay_fails
     assert remark.startswith("opset 23, attention in one operator was left out: the example: logits differs by")
 
 
-class Spelled(torch.nn.Module):
-    def __init__(self, weights: bool = False):
-        super().__init__()
-        self.weights = weights
-
-    def forward(self, query, key, value, mask):
-        key, value = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 4, -1, 8) for x in (key, value))
-        scores = torch.tanh(query @ key.transpose(2, 3) * 0.25 / 3.0) * 3.0 + mask
-        scores = scores.softmax(-1, dtype=torch.float32)
-        return (scores @ value, scores) if self.weights else scores @ value
+def _spelled(self, query, key, value, mask):
+    key, value = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 4, -1, 8) for x in (key, value))
+    scores = torch.tanh(query @ key.transpose(2, 3) * 0.25 / 3.0) * 3.0 + mask
+    scores = scores.softmax(-1, dtype=torch.float32)
+    return (scores @ value, scores) if self.weights else scores @ value
 
 
 def spelled_inputs():
@@ -133,24 +129,26 @@ def spelled_inputs():
 
 
 def test_attention_that_is_spelled_out_becomes_the_operator_unless_its_scores_are_returned(tmp_path):
-    report = export_onnx(Spelled(), spelled_inputs(), path=tmp_path / "model.onnx", dynamic_shapes=None).report
+    report = export_onnx(
+        module_of(_spelled, weights=False), spelled_inputs(), path=tmp_path / "model.onnx", dynamic_shapes=None
+    ).report
     (node,) = nodes_of(tmp_path / "model.onnx", "Attention")
     attributes = {attribute.name: attribute.f for attribute in node.attribute}
     assert attributes == pytest.approx({"scale": 0.25, "softcap": 3.0})
     assert not nodes_of(tmp_path / "model.onnx", "Softmax", "Expand", "Tanh")
     # other cases have numbers of other sizes, whose outputs are as much larger
     assert max(case.max_difference for case in report.cases if case.case == "the example") < 1e-5
-    report = export_onnx(Spelled(True), spelled_inputs(), path=tmp_path / "both.onnx", dynamic_shapes=None).report
+    report = export_onnx(
+        module_of(_spelled, weights=True), spelled_inputs(), path=tmp_path / "both.onnx", dynamic_shapes=None
+    ).report
     assert report.operators == {"Softmax": 1}  # the operator does not return what the softmax returns
 
 
-class MaskOfKeys(torch.nn.Module):
+def _mask_of_keys(self, query, key, value, past_key, past_value):
     """The mask is made from the keys themselves: they are needed before the attention."""
-
-    def forward(self, query, key, value, past_key, past_value):
-        key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
-        mask = key.mean(dim=(1, 3))[:, None, None] > 0
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask), key
+    key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
+    mask = key.mean(dim=(1, 3))[:, None, None] > 0
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask), key
 
 
 def test_a_mask_made_of_the_keys_keeps_their_concatenation(tmp_path):
@@ -158,7 +156,9 @@ def test_a_mask_made_of_the_keys_keeps_their_concatenation(tmp_path):
     torch.manual_seed(0)
     inputs = [torch.randn(2, 4, tokens, 8) for tokens in (3, 3, 3, 4, 4)]
     inputs[1][0], inputs[3][0] = -1.0, -1.0  # no key of the first row is seen
-    report = export_onnx(MaskOfKeys(), tuple(inputs), path=tmp_path / "model.onnx", dynamic_shapes=None).report
+    report = export_onnx(
+        module_of(_mask_of_keys), tuple(inputs), path=tmp_path / "model.onnx", dynamic_shapes=None
+    ).report
     assert report.operators == {"Attention": 1}
     assert len(nodes_of(tmp_path / "model.onnx", "Attention")[0].output) == 1
     assert report.max_difference < 1e-5
@@ -172,28 +172,20 @@ def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-class OneLayer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(32, 32)
-        self.keys = torch.nn.Linear(32, 2 * 16)
-        self.attention = types.SimpleNamespace(num_key_value_groups=2, training=False)
-        self.sinks = torch.nn.Parameter(torch.tensor([2.0, -1.0, 0.5, 4.0]))
-
-    def forward(self, input_ids, attention_mask, past_key_values):
-        hidden = self.embedding(input_ids)
-        rows, new = input_ids.shape
-        query = hidden.view(rows, new, 4, 8).transpose(1, 2)
-        key, value = self.keys(hidden).view(rows, new, 4, 8).transpose(1, 2).chunk(2, dim=1)
-        key, value = past_key_values.update(key, value, 0)
-        total = attention_mask.shape[1]
-        place = torch.arange(total)
-        seen = place[None, :] <= (place[:, None] + total - new)[:new]
-        seen = seen[None, None] & attention_mask[:, None, None, :].bool()
-        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
-        module = types.SimpleNamespace(sinks=self.sinks, **vars(self.attention))
-        found, _ = eager_attention_forward(module, query, key, value, mask, scaling=8**-0.5)
-        return {"logits": found.flatten(2), "past_key_values": past_key_values}
+def _one_layer(self, input_ids, attention_mask, past_key_values):
+    hidden = self.embedding(input_ids)
+    rows, new = input_ids.shape
+    query = hidden.view(rows, new, 4, 8).transpose(1, 2)
+    key, value = self.keys(hidden).view(rows, new, 4, 8).transpose(1, 2).chunk(2, dim=1)
+    key, value = past_key_values.update(key, value, 0)
+    total = attention_mask.shape[1]
+    place = torch.arange(total)
+    seen = place[None, :] <= (place[:, None] + total - new)[:new]
+    seen = seen[None, None] & attention_mask[:, None, None, :].bool()
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    module = types.SimpleNamespace(sinks=self.sinks, num_key_value_groups=2, training=False)
+    found, _ = eager_attention_forward(module, query, key, value, mask, scaling=8**-0.5)
+    return {"logits": found.flatten(2), "past_key_values": past_key_values}
 
 
 @pytest.mark.parametrize("optimize", ["onnxruntime", None])
@@ -207,6 +199,8 @@ def test_sinks_are_an_input_of_the_operator_that_takes_them(tmp_path, optimize):
         "attention_mask": mask,
         "past_key_values": make_dynamic_cache([tuple(torch.randn(2, 2, 2, 7, 8))]),
     }
-    report = export_onnx(OneLayer().eval(), (), inputs, tmp_path / "a.onnx", cases=[], optimize=optimize).report
+    parts = {"embedding": torch.nn.Embedding(32, 32), "keys": torch.nn.Linear(32, 2 * 16)}
+    module = module_of(_one_layer, **parts, sinks=torch.tensor([2.0, -1.0, 0.5, 4.0]))
+    report = export_onnx(module, (), inputs, tmp_path / "a.onnx", cases=[], optimize=optimize).report
     assert report.ok
     assert report.operators == ({"GroupQueryAttention": 1} if optimize else {"Softmax": 1})

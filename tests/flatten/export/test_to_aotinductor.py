@@ -110,24 +110,17 @@ def test_a_sum_whose_last_rows_are_fewer_than_a_vector_stays_within_its_output(t
     assert float(done.stdout) < 1e-4  # beside eager; sums of 66 products
 
 
-class Tied(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Embedding(11, 6)
-        self.product = torch.nn.Linear(6, 5)
-        self.scaled = torch.nn.Linear(5, 6)
-        self.head = torch.nn.Linear(6, 11, bias=False)
-        self.head.weight = self.table.weight
+def test_a_weight_that_only_products_and_a_table_read_is_exchanged():
+    """Only products in float32 are exchanged, as only those were measured."""
 
-    def forward(self, ids):
+    def tied(self, ids):
         hidden = self.scaled(self.product(self.table(ids)).relu()) * self.scaled.weight.sum()
         return self.head(hidden)
 
-
-def test_a_weight_that_only_products_and_a_table_read_is_exchanged():
-    """Only products in float32 are exchanged, as only those were measured."""
     torch.manual_seed(0)
-    module = Tied().eval()
+    linear, table = torch.nn.Linear, torch.nn.Embedding(11, 6)
+    module = module_of(tied, table=table, product=linear(6, 5), scaled=linear(5, 6), head=linear(6, 11, bias=False))
+    module.head.weight = table.weight
     program = torch.export.export(module, (torch.tensor([[1, 2, 3]]),), dynamic_shapes=({1: Dim.AUTO},))
     made = transposed_weights(program)
     ids = torch.tensor([[4, 0, 10, 7, 7]])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.modules import module_of
 from yobx_flatten import (
     dynamic_shapes,
     make_dynamic_cache,
@@ -79,22 +80,12 @@ class Attention(Reader):
         return {"loss": found.square().mean()}
 
 
-class Loss(torch.nn.Module):
-    """The loss alone: torch's joint export takes no other output that has a gradient."""
-
-    def __init__(self, reader):
-        super().__init__()
-        self.reader = reader
-
-    def forward(self, scored):
-        return {"loss": self.reader(scored)["loss"]}
-
-
 @pytest.mark.parametrize("reader", [Reader, Attention])
 def test_one_graph_of_forward_and_backward_has_the_gradients_of_its_module(reader):
     experimental = pytest.importorskip("torch.export.experimental")
     torch.manual_seed(0)
-    module = Loss(reader()).train()
+    # the loss alone: torch's joint export takes no other output that has a gradient
+    module = module_of(lambda self, scored: {"loss": self.reader(scored)["loss"]}, reader=reader()).train()
     with register_flattening_functions(patch_transformers=True):
         example, _ = inputs(2, 2)
         program = torch.export.export(module, (example,), dynamic_shapes=dynamic_shapes((example,)))

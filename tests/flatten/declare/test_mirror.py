@@ -10,7 +10,6 @@ import torch.utils._pytree as pytree
 
 from tests import fresh_process
 from tests.flatten import other_libraries
-from tests.modules import module_class
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import (
     AlreadyRegisteredError,
@@ -204,23 +203,6 @@ def test_mirroring_twice_changes_nothing():
         unregister_class_flattening(cls)
     assert mirror(cls) is True
     unregister_class_flattening(cls)
-
-
-def test_a_class_whose_fields_say_it_all_can_be_read_instead():
-    equinox = pytest.importorskip("equinox", reason="equinox writes the class")
-
-    class Scale(equinox.Module):
-        weight: Any
-        power: int = equinox.field(static=True)
-
-    power = module_class("Power", lambda self, scale: scale.weight**scale.power)()
-    example = Scale(torch.tensor([2.0, 3.0]), 2)
-    register(Scale)
-    try:
-        program = torch.export.export(power, (example,), strict=True)
-        assert program.module()(example).tolist() == [4, 9]
-    finally:
-        unregister_class_flattening(Scale)
 
 
 def test_functions_of_your_own_and_of_others_are_not_replaced():

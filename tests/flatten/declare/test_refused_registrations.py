@@ -75,17 +75,6 @@ def test_other_functions_are_refused(registered, before, functions):
     assert changes_since(before) == []
 
 
-def test_a_registered_class_survives_storage():
-    register_class_flattening(Pair, lambda pair: ([pair.a], (1, {2: pair.b})), lambda c, s: Pair(c[0], s[1][2]), None)
-    try:
-        spec = pytree.tree_structure(Pair(0, (True, None)))
-        stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
-    finally:
-        unregister_class_flattening(Pair)
-    assert stored == spec
-    assert stored.context == (1, {2: (True, None)})
-
-
 def test_a_class_that_came_and_went_is_not_kept_alive():
     local = type("Local", (Pair,), {})
     reference = weakref.ref(local)
@@ -170,27 +159,3 @@ def test_a_wrong_function_is_found_and_undone(before, functions, message):
     with pytest.raises(RoundTripError, match="f_check of Pair returned False"):
         register_class_flattening(Pair, *FUNCTIONS, f_check=lambda: False)
     assert changes_since(before) == []
-
-
-class Output(dict):
-    pass
-
-
-def test_the_functions_of_the_documents_take_a_dict_apart_by_its_keys():
-    def flatten(obj):
-        keys = list(obj.keys())
-        return [obj[k] for k in keys], keys
-
-    def flatten_with_keys(obj):
-        keys = list(obj.keys())
-        return [(pytree.MappingKey(k), obj[k]) for k in keys], keys
-
-    def unflatten(values, context, output_type=None):
-        return Output(zip(context, values, strict=True))
-
-    register_class_flattening(Output, flatten, unflatten, flatten_with_keys)
-    flat, spec = pytree.tree_flatten(Output(a=torch.tensor([1.0, 2.0]), b=torch.tensor([3.0])))
-    restored = pytree.tree_unflatten(flat, spec)
-    unregister_class_flattening(Output)
-    assert [t.tolist() for t in flat] == [[1.0, 2.0], [3.0]]
-    assert (type(restored), list(restored)) == (Output, ["a", "b"])

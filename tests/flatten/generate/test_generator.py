@@ -209,13 +209,9 @@ def gemma(tmp_path_factory):
     return path, made, GenerationSettings(eos_token_ids=(2,), pad_token_id=0), ids, wanted.tolist()
 
 
-def test_a_single_file_generates(gemma):
-    path, _, settings, ids, wanted = gemma
+def test_a_single_file_and_a_program_in_memory_and_on_disk_generate(gemma, tmp_path):
+    path, made, settings, ids, wanted = gemma
     assert OnnxGenerator(path, settings=settings).generate(ids, max_new_tokens=20).tolist() == wanted
-
-
-def test_a_program_in_memory_and_on_disk_generate(gemma, tmp_path):
-    _, made, settings, ids, wanted = gemma
     made.save(tmp_path / "gemma.pt2")
     for given in (made, made.program, tmp_path / "gemma.pt2"):
         found = ProgramGenerator(given, settings=settings, trust=True).generate(ids, max_new_tokens=20)

@@ -42,7 +42,6 @@ from yobx_flatten.huggingface.cache_names import CACHE, argument_of, forward_of,
 from yobx_flatten.huggingface.cases import contiguous, next_inputs
 from yobx_flatten.huggingface.decoders import StateDecoder
 from yobx_flatten.huggingface.outputs import ModelClasses
-from yobx_flatten.model_folder.pieces.text import decoder_pieces
 from yobx_flatten.model_folder.source.configuration import small_model as small_model_of_type
 from yobx_flatten.runners.ports import KEPT_SCORES
 from yobx_flatten.trees.walk import leaf_names
@@ -475,21 +474,6 @@ def test_zeros_are_the_state_before_the_first_token(name):
         found = decoder(input_ids=ids, attention_mask=mask, **{word: cache}, use_cache=True)
         wanted = model(input_ids=ids, attention_mask=mask, use_cache=True)
     torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-4, rtol=1e-4)
-
-
-@several_tokens_after_a_state
-def test_a_model_without_attention_takes_what_other_decoders_take():
-    model = small_model_of_type("mamba")
-    (piece,) = decoder_pieces(model)
-    assert list(piece.kwargs) == ["input_ids", "attention_mask", "cache"]
-    ids = torch.randint(3, 259, (2, 8), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    with torch.no_grad():
-        wanted = model(input_ids=ids, attention_mask=mask).logits[:, -1]
-        read = piece.module(ids[:, :7], mask[:, :7])
-        found = piece.module(ids[:, 7:], mask, cache_of(read))
-    torch.testing.assert_close(found["logits"][:, -1], wanted, atol=1e-4, rtol=1e-4)
 
 
 MODELS = "transformers.models.of_this_test"

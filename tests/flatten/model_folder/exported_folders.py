@@ -34,13 +34,9 @@ def saved(name: str) -> tuple[Any, pathlib.Path]:
     return model, folder
 
 
+@functools.cache
 def exported(name: str, to: str = "onnx", optimize: str | None = None) -> tuple[Any, pathlib.Path]:
     """Return a small model and its exported folder; ONNX files without options are exported by the command line."""
-    return _exported(name, to, optimize)
-
-
-@functools.cache
-def _exported(name: str, to: str, optimize: str | None) -> tuple[Any, pathlib.Path]:
     model, source = saved(name)
     shared = pathlib.Path(os.environ.get("TESTS_SHARED_FOLDER", _ROOT.name))
     folder = shared / f"{name}-{to}-{optimize}"

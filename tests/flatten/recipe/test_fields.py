@@ -36,17 +36,6 @@ class Checked:
         self.double = 2 * self.x
 
 
-class Mapping:
-    def __init__(self, **items):
-        self.items_ = items
-
-    def keys(self):
-        return self.items_.keys()
-
-    def values(self):
-        return self.items_.values()
-
-
 class State(dict):
     pass
 
@@ -106,12 +95,6 @@ def test_a_dict_subclass_comes_apart_by_its_keys():
     assert (type(rebuilt), list(rebuilt.items())) == (State, [("b", 3), ("a", 4)])
     state = State({0: "a", (1, 2): "b"})
     assert unflatten(*flatten(state)) == state
-
-
-def test_a_mapping_that_is_no_dict_is_built_from_names():
-    flatten, _, unflatten = functions_of(Mapping)
-    rebuilt = unflatten(*flatten(Mapping(a=1, b=2)))
-    assert (type(rebuilt), rebuilt.items_) == (Mapping, {"a": 1, "b": 2})
 
 
 def test_a_dataclass_comes_apart_by_its_fields():

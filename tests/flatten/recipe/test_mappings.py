@@ -179,18 +179,6 @@ def test_an_ordered_dict_keeps_its_order_and_a_counter_is_not_counted_again(regi
     assert (rebuilt(obj).b is obj["b"], rebuilt(obj)["b"] is obj["b"]) == (True, True)
 
 
-def test_a_tuple_with_attributes_keeps_its_items():
-    """Tuples are filled when they are made."""
-    cls = type("Tagged", (tuple,), {})
-    flatten, flatten_with_keys, unflatten = functions_from_fields(cls, ["x"])
-    obj = cls([1, 2])
-    obj.x = 3
-    assert flatten(obj) == ([3, 1, 2], ["x"])
-    assert [pytree.keystr((key,)) for key, _ in flatten_with_keys(obj)[0]] == [".x", "[0]", "[1]"]
-    back = unflatten(*flatten(obj))
-    assert (type(back), tuple(back), back.x) == (cls, (1, 2), 3)
-
-
 def test_keys_stand_in_a_tuple_where_the_static_part_has_no_names():
     """So that it hashes, as JAX wants it."""
     flatten, _, unflatten = functions_from_fields(Declared, ["x"], ["size"], names_in_static=False)

@@ -25,9 +25,7 @@ from yobx_flatten import (
     RecordError,
     StaticDataError,
     record_calls,
-    register_class_flattening,
     register_flattening_functions,
-    unregister_class_flattening,
 )
 
 
@@ -43,15 +41,6 @@ class Adds(torch.nn.Module):
 class State:
     hidden: torch.Tensor
     mode: str = "mean"
-
-
-@pytest.fixture
-def registered_state():
-    register_class_flattening(
-        State, lambda s: ([s.hidden], s.mode), lambda children, mode: State(children[0], mode), None
-    )
-    yield
-    unregister_class_flattening(State)
 
 
 def test_arguments_are_kept_by_name_however_they_were_passed():
@@ -115,18 +104,6 @@ def test_a_cache_is_kept_as_it_was_before_the_call():
     assert [call.inputs["past_key_values"].get_seq_length() for call in calls] == [0, 3]
     assert [call.outputs.get_seq_length() for call in calls] == [3, 6]
     assert [(call.kind, call.past, call.new) for call in calls] == [("prefill", 0, 3), ("decode", 3, 3)]
-
-
-def test_a_dataclass_comes_back_as_itself(registered_state):
-    model = module_class("Reads", lambda self, x, state: State(state.hidden + x, state.mode))()
-    with record_calls(model) as calls:
-        for rows in (2, 3):
-            model(torch.ones(rows, 4), State(torch.zeros(rows, 4), "sum"))
-    assert type(calls[1].inputs["state"]) is State
-    assert calls[1].outputs.mode == "sum"
-    assert calls.dynamic_shapes() == {"x": {0: torch.export.Dim.AUTO}, "state": [{0: torch.export.Dim.AUTO}]}
-    program = torch.export.export(calls.module(), (), calls.example(), dynamic_shapes=calls.dynamic_shapes())
-    assert calls.replay(program).max_difference == 0.0
 
 
 def test_a_class_that_nobody_registered_is_named_with_the_line_to_type():

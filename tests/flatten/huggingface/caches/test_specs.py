@@ -46,7 +46,7 @@ from yobx_flatten.huggingface.caches.functions import (
 )
 from yobx_flatten.huggingface.caches.known_state import read_template
 from yobx_flatten.huggingface.caches.layers import kind_of, kind_of_code
-from yobx_flatten.huggingface.caches.layouts import flatten_layers, unflatten_layers
+from yobx_flatten.huggingface.caches.layouts import unflatten_layers
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -427,13 +427,3 @@ def test_another_class_is_no_layer_and_a_deep_template_is_refused(name):
     deep = '["list", [' * 40 + '["tensor"]' + "]]" * 40
     with pytest.raises(CacheStructureError, match="more than 16 levels"):
         read_template(f'{{"keys": {deep}}}')
-
-
-def test_what_a_cache_states_itself_is_read():
-    layer = cache_utils.DynamicLayer()
-    layer.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
-    layer.note = {"a": (1, 2.0, torch.float16)}
-    values, names = flatten_layers([layer], plain=True)
-    (back,) = unflatten_layers(values, names)
-    assert back.note == layer.note
-    assert type(back) is type(layer)

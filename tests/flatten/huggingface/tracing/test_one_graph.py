@@ -110,13 +110,6 @@ def test_an_example_below_the_window_serves_lengths_past_it(name):
             assert_same_steps(module, model, decode_inputs(model, sizes))
 
 
-def test_position_ids_may_be_given():
-    model, like = make_model("gemma2"), dict.fromkeys(("input_ids", "attention_mask", "position_ids", WORD))
-    with register_flattening_functions(patch_transformers=True):
-        module = _program(model, decode_inputs(model, EXAMPLE, like=like)).module()
-        assert_same_steps(module, model, decode_inputs(model, SIZES["past the window, a padded row"], like=like))
-
-
 @pytest.mark.parametrize("name", cases(["llama", "mistral", "gemma3"], quick=["mistral"]))
 def test_prefill_is_exported_without_a_cache(name):
     model = make_model(name)

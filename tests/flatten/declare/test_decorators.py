@@ -178,7 +178,7 @@ def local():
         unregister_class_flattening(cls)
 
 
-def test_options_of_a_dataclass_and_of_a_static_field_are_passed_on(local):
+def test_options_of_a_dataclass_and_of_a_static_field_are_passed_on_and_one_can_be_decorated_again(local):
 
     @local
     @pytree_dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +193,6 @@ def test_options_of_a_dataclass_and_of_a_static_field_are_passed_on(local):
     with pytest.raises(dataclasses.FrozenInstanceError):
         rebuilt.x = 0
     assert dataclasses.fields(Point)[1].metadata == {"unit": "m", "static": True}
-
-
-def test_a_dataclass_can_be_decorated_again(local):
     point = local(pytree_dataclass(dataclasses.make_dataclass("Point", ["x"], frozen=True)))(1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         pytree.tree_map(lambda leaf: leaf, point).x = 0

@@ -230,16 +230,13 @@ def test_an_error_of_the_other_package_has_it_also_after_it_was_sent(newer):
 LeavesTorch = module_class("LeavesTorch", lambda self, x: x * x.data_ptr())
 
 
-def test_a_failed_export_has_the_line_as_a_note_once(newer):
+def test_a_failed_export_has_the_line_as_a_note_once_and_an_unknown_error_is_explained_with_it(newer):
     with pytest.raises(Exception, match="Cannot access data pointer") as caught, naming_untried_versions():
         export_program(LeavesTorch(), (torch.ones(2),))
     assert caught.value.__notes__ == [LINE]
     with pytest.raises(errors.ReplayError) as caught, naming_untried_versions():
         raise errors.ReplayError("x")
     assert not hasattr(caught.value, "__notes__")
-
-
-def test_an_error_that_is_not_known_is_explained_with_the_line(newer):
     assert str(explain_error(RuntimeError("no idea"))).splitlines()[1:] == [LINE]
 
 

@@ -129,7 +129,6 @@ ONE = torch.ones(1, 3).long()
     ("inputs", "words"),
     [
         ({}, "input_ids must be integers of shape"),
-        ({"input_ids": "hello"}, "Read a text with the tokenizer of the model:"),
         ({"input_ids": ["hello", "you"]}, "Read a text with the tokenizer of the model:"),
         ({"input_ids": torch.ones(2, 3)}, "input_ids must be integers"),
         ({"input_ids": torch.ones(0, 3).long()}, "not empty"),

@@ -104,7 +104,6 @@ def grids(word, token, sizes, spacing=()):
     return Pictures(word, torch.zeros(1), sizes, token, spacing)
 
 
-PICTURES = grids("image", PICTURE, GRIDS)
 FILMS = torch.tensor([[2, 4, 4], [3, 2, 4]])  # of 2 x 2 x 2 and 3 x 1 x 2 tokens
 
 
@@ -131,7 +130,7 @@ def test_frames_of_a_video_are_seconds_apart_as_in_the_model(name):
 def test_a_picture_of_another_size_than_its_tokens_is_refused():
     tokens = torch.tensor([[5, PICTURE, PICTURE, PICTURE, 6]])
     with pytest.raises(InvalidArgumentError, match="3 image tokens in a row, but image_grid_thw states 6"):
-        image_positions(tokens, torch.ones_like(tokens), [PICTURES], 2)
+        image_positions(tokens, torch.ones_like(tokens), [grids("image", PICTURE, GRIDS)], 2)
     tokens = torch.tensor([[5, VIDEO, VIDEO, VIDEO, 6]])
     with pytest.raises(InvalidArgumentError, match="3 video tokens in a row, but video_grid_thw states 8"):
         image_positions(tokens, torch.ones_like(tokens), [grids("video", VIDEO, FILMS)], 2)

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPa
 from tests.cache_words import WORD, cache_of
 from tests.flatten.huggingface.tracing.one_graph import small_model
 from tests.models import WINDOW, continued_alike, go_on, make_model, start
+from tests.modules import module_of
 from yobx_flatten import (
     Case,
     DecodeSizes,
@@ -303,28 +304,24 @@ def test_a_program_is_called_under_every_word(llama, tmp_path):
                 torch.testing.assert_close(one.module()(**copy.deepcopy(given)).logits, want, atol=1e-5, rtol=0)
 
 
-class Forgets(torch.nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids, attention_mask, past_key_values):
-        kwargs = {"input_ids": input_ids, "attention_mask": attention_mask, WORD: past_key_values}
-        return {"logits": self.model(**kwargs).logits}
-
-
 @pytest.mark.parametrize("proof", ["full", "none"])
 def test_a_cache_that_is_not_returned_comes_out_of_the_file(llama, tmp_path, proof):
     """The model extends it, so the next call needs it; without a next call, the file leaves it out.
 
     Such a file has no input for the scores of the last token either, which is for generating.
     """
+
+    def forward(self, input_ids, attention_mask, past_key_values):
+        found = self.model(input_ids=input_ids, attention_mask=attention_mask, **{WORD: past_key_values})
+        return {"logits": found.logits}
+
+    forgets = module_of(forward, model=llama)
     inputs = {CACHE if name == WORD else name: value for name, value in decode_inputs(llama, DecodeSizes()).items()}
-    report = export_onnx(Forgets(llama), (), inputs, path=tmp_path / "model.onnx", proof=proof).report
+    report = export_onnx(forgets, (), inputs, path=tmp_path / "model.onnx", proof=proof).report
     assert report.output_names[:2] == ["logits", "present.0.key"]
     (note,) = [remark for remark in report.remarks if "loop=False" in remark]
     assert note.startswith(f"forward extends {CACHE} but does not return the result")
-    report = export_onnx(Forgets(llama), (), inputs, path=tmp_path / "score.onnx", proof=proof, loop=False).report
+    report = export_onnx(forgets, (), inputs, path=tmp_path / "score.onnx", proof=proof, loop=False).report
     assert report.output_names == ["logits"]
     taken = {
         name: [value.name for value in onnx.load(tmp_path / name).graph.input] for name in ("model.onnx", "score.onnx")

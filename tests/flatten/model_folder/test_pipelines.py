@@ -20,13 +20,12 @@ from yobx_flatten.model_folder.source.configuration import small_config, small_m
 
 pytestmark = [pytest.mark.slow, needs_transformers("5.23", "pipelines of these tasks take other arguments")]
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = list("abcdefghijklmnopqrstuvwxyz")
 SQUARE = {"size": {"height": 32, "width": 32}}
 
 
 def letters():
-    words = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    words = [*["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     made = BertWordPieceTokenizer(vocab={word: number for number, word in enumerate(words)})
     return transformers.BertTokenizer(tokenizer_object=made._tokenizer, model_max_length=32)
 

@@ -108,18 +108,16 @@ def test_a_bert_as_it_was_published_is_exported_with_the_line_of_its_error(tmp_p
         torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).prediction_logits)
 
 
-@pytest.mark.parametrize("name", ["tf_model.h5", "flax_model.msgpack", "consolidated.00.pth", "model.bin"])
+@pytest.mark.parametrize(
+    "name", ["tf_model.h5", "flax_model.msgpack", "consolidated.00.pth", "model.bin", "model.gguf"]
+)
 def test_weights_in_another_form_are_not_replaced_by_random_ones(name, llama):
-    """Their folder would look like one without weights."""
+    """Their folder would look like one without weights; a GGUF file has its own configuration, maybe another one."""
     (llama / "model.safetensors").rename(llama / name)
-    with pytest.raises(ModelSourceError, match=rf"contains {name}, but only safetensors and .*unmatched_weights"):
-        find_model(str(llama)).load()
-
-
-def test_a_gguf_file_in_a_folder_is_named_as_the_model_to_export(llama):
-    """It has its own configuration and tokenizer, which may be others than the folder's."""
-    (llama / "model.safetensors").rename(llama / "model.gguf")
-    with pytest.raises(ModelSourceError, match=r"holds model\.gguf\. Pass the file: .*model\.gguf"):
+    said = rf"contains {name}, but only safetensors and .*unmatched_weights"
+    if name == "model.gguf":
+        said = r"holds model\.gguf\. Pass the file: .*model\.gguf"
+    with pytest.raises(ModelSourceError, match=said):
         find_model(str(llama)).load()
 
 

@@ -63,7 +63,7 @@ def prompts():
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def test_a_folder_names_its_runtime_and_is_proven_there(exported):
+def test_a_folder_names_its_runtime_generates_the_tokens_of_the_model_and_refuses_another_runtime(exported, model):
     runtime, folder, done = exported
     manifest = read_manifest(folder)
     assert (manifest.runtime, manifest.format) == (runtime, runtime)
@@ -74,14 +74,14 @@ def test_a_folder_names_its_runtime_and_is_proven_there(exported):
     assert done.verified.ok
     assert [check.file for check in done.verified.checks][-1] == "generate"
     assert (report.planned_bytes is not None) == (runtime == "executorch")
-
-
-def test_the_tokens_are_those_of_generate(exported, model):
-    runtime, folder, _ = exported
     generator = open_generator(folder, trust=True)
     assert generator.parts.decoder.runtime == runtime
     expected = model.generate(**prompts(), max_new_tokens=12, do_sample=False)
     assert torch.equal(generator.generate(**prompts(), max_new_tokens=12), expected)
+    with pytest.raises(GenerationError, match="contains no model"):
+        open_generator(folder, runtime="onnxruntime")
+    with pytest.raises(InvalidArgumentError, match="There is no runtime 'tflite'"):
+        open_generator(folder, runtime="tflite")
 
 
 def test_the_command_line_verifies_and_generates(exported, model, capsys):
@@ -123,13 +123,6 @@ def test_a_file_that_was_changed_is_refused(exported, tmp_path):
     (copy / name).unlink()
     with pytest.raises(DamagedFileError, match=r"names the file .* which does not exist"):
         open_generator(copy, trust=True)
-
-
-def test_a_runtime_that_has_no_files_there_is_refused(exported):
-    with pytest.raises(GenerationError, match="contains no model"):
-        open_generator(exported[1], runtime="onnxruntime")
-    with pytest.raises(InvalidArgumentError, match="There is no runtime 'tflite'"):
-        open_generator(exported[1], runtime="tflite")
 
 
 REFUSED = {

@@ -15,7 +15,6 @@ _SIZES = {**SIZES, "vocab_size": _VOCABULARY, "num_key_value_heads": 2, "head_di
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 _WINDOW = {"sliding_window": 8}
 _MIXED = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-_VISION = {**SIZES, "image_size": 16, "patch_size": 4}
 
 # name -> configuration, model, what the configuration is given
 _CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -55,7 +54,7 @@ def make_generator(name: str) -> Any:
     if name == "gemma3_vision":
         config = transformers.Gemma3Config(
             text_config=transformers.Gemma3TextConfig(**_SIZES, **_MIXED, **_TOKENS, query_pre_attn_scalar=8),
-            vision_config=transformers.SiglipVisionConfig(**_VISION),
+            vision_config=transformers.SiglipVisionConfig(**{**SIZES, "image_size": 16, "patch_size": 4}),
             mm_tokens_per_image=4,
             image_token_index=_IMAGE,
             boi_token_index=6,

@@ -44,15 +44,12 @@ def test_one_size_may_follow_from_others(third, relation):
     assert calls.axes().relations == [relation]
 
 
-def test_one_size_for_all_is_taken_for_the_batch_and_said_so():
+def test_one_size_for_all_is_taken_for_the_batch_and_none_where_sizes_differ_and_both_are_said():
     calls = record({"x": (4, 3), "y": (4,)}, {"x": (4, 3), "y": (4,)})
     assert set(calls.axes().names.values()) == {"batch"}
     assert calls.axes().remarks == [
         "batch: one size (4) was seen. It is assumed to vary, as axis 0 of every tensor has this size."
     ]
-
-
-def test_no_batch_is_guessed_where_sizes_differ():
     calls = record({"x": (4, 3), "scale": (3,)}, {"x": (4, 3), "scale": (3,)})
     assert calls.axes().names == {}
     assert "no axis was recognized as the batch: sizes along axis 0 differ (x 4, scale 3)" in calls.axes().remarks[0]
@@ -61,13 +58,10 @@ def test_no_batch_is_guessed_where_sizes_differ():
     assert varies.axes().names == {("x", 0): "batch"}
 
 
-def test_a_number_that_varies_is_an_input_and_one_that_does_not_is_a_constant():
+def test_a_number_that_varies_is_an_input_one_that_does_not_a_constant_and_a_flag_makes_two_phases():
     calls = record({"x": (2, 3), "step": 4, "flag": True}, {"x": (3, 3), "step": 5, "flag": True})
     assert calls.constants() == {"flag": True}
     assert calls.dynamic_shapes()["step"] is Dim.AUTO
-
-
-def test_a_flag_that_varies_makes_two_phases():
     calls = record({"x": (2, 3), "flag": True}, {"x": (2, 3), "flag": False}, {"x": (2, 3), "flag": True})
     assert {name: len(part) for name, part in calls.phases().items()} == {"forward": 2, "forward#2": 1}
     with pytest.raises(RecordError, match=r"2 phases .*: 'forward' \(2\), 'forward#2' \(1\). Choose one: phase='f"):
@@ -100,14 +94,11 @@ def test_an_unknown_phase_is_answered_with_those_there_are_and_nothing_recorded_
         calls.example()
 
 
-def test_the_example_has_sizes_that_torch_does_not_fix():
+def test_the_example_has_sizes_that_torch_does_not_fix_and_others_repeat_what_was_recorded():
     calls = record({"x": (1, 4)}, {"x": (9, 6)}, {"x": (3, 5)})
     assert tuple(calls.example()["x"].shape) == (3, 5)
     calls = record({"x": (1, 4)}, {"x": (1, 6)})
     assert tuple(calls.example()["x"].shape) == (2, 4)
-
-
-def test_an_example_of_other_sizes_repeats_what_was_recorded():
     model = torch.nn.Identity()
     with record_calls(model) as calls:
         model(torch.arange(4).reshape(2, 2)), model(torch.arange(6).reshape(3, 2))
@@ -120,13 +111,8 @@ def test_sizes_that_are_none_are_refused(sizes, message):
         record({"x": (2, 3)}, {"x": (3, 3)}).example(**sizes)
 
 
-class Encodes:
-    def encode(self, x, scale=2):
-        return x * scale
-
-
 def test_a_method_of_any_object_is_recorded_and_exported():
-    target = Encodes()
+    target = type("Encodes", (), {"encode": lambda self, x, scale=2: x * scale})()
     with record_calls(target, method="encode") as calls:
         for rows in (2, 3):
             target.encode(torch.ones(rows, 4), scale=5)

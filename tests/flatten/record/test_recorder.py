@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests import fresh_process
 from tests.cache_words import WORD
 from tests.flatten.record.record_models import generate_inputs, make_generator
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import (
     InvalidArgumentError,
     NotRegisteredError,
@@ -44,12 +44,8 @@ class State:
 
 
 def test_arguments_are_kept_by_name_however_they_were_passed():
-
-    class Starred(torch.nn.Module):
-        def forward(self, x, /, y, *rest, scale=1, **more):
-            return (x + y + sum(rest)) * scale + more["offset"]
-
-    model, starred, one = Adds(), Starred(), torch.ones(2)
+    starred = module_of(lambda self, x, /, y, *rest, scale=1, **more: (x + y + sum(rest)) * scale + more["offset"])
+    model, one = Adds(), torch.ones(2)
     with record_calls(model) as calls, record_calls(starred) as others:
         model(one, one)
         model(y=3, x=torch.zeros(2))
@@ -91,12 +87,11 @@ def test_what_is_read_off_a_record_is_a_contiguous_detached_copy():
 
 def test_a_cache_is_kept_as_it_was_before_the_call():
 
-    class Remembers(torch.nn.Module):
-        def forward(self, x, past_key_values):
-            past_key_values.update(x, x, 0)
-            return past_key_values
+    def forward(self, x, past_key_values):
+        past_key_values.update(x, x, 0)
+        return past_key_values
 
-    model, cache, x = Remembers(), transformers.DynamicCache(), torch.ones(1, 2, 3, 4)
+    model, cache, x = module_of(forward), transformers.DynamicCache(), torch.ones(1, 2, 3, 4)
     with record_calls(model) as calls:
         model(x, cache)
         with register_flattening_functions(patch_transformers=True):

@@ -143,7 +143,7 @@ def test_other_functions_replace_the_behaviour_and_compile_anew():
     unregister_class_flattening(cls)
 
 
-def test_static_data_that_does_not_hash_passes_through_jit():
+def test_static_data_that_does_not_hash_passes_through_jit_and_what_cannot_hash_is_named():
     cls, traces = make_class(), []
     register(cls)
     same = jax.jit(lambda pair: traces.append(1) or pair)
@@ -156,9 +156,6 @@ def test_static_data_that_does_not_hash_passes_through_jit():
     assert first.static == second.static == {"names": ["a", "b"], "sizes": {1: (2, 3)}}
     assert third.static["names"] == ["a", "b", "c"]
     assert len(traces) == 2
-
-
-def test_static_data_that_cannot_hash_is_named():
 
     @dataclasses.dataclass
     class Config:  # eq without hash

@@ -115,15 +115,12 @@ def test_inputs_that_the_model_does_not_take_are_named(adder, inputs, said):
         replay_case(StoredCase(inputs, ONES), adder)
 
 
-def test_a_file_that_is_no_model_is_named(tmp_path):
+def test_a_file_that_is_no_model_and_a_path_in_the_place_of_the_case_are_refused(adder, tmp_path):
     (tmp_path / "x.onnx").write_text("no model")
     with pytest.raises(ReplayError, match=r"onnxruntime cannot load .*x\.onnx"):
         replay_case(StoredCase(1, 2), tmp_path / "x.onnx")
     with pytest.raises(FileNotFoundError, match=r"there is no file .*y\.onnx"):
         replay_case(StoredCase(1, 2), tmp_path / "y.onnx")
-
-
-def test_a_path_in_the_place_of_the_case_is_refused(adder):
     with pytest.raises(InvalidArgumentError, match=r"\n    replay_case\(load_case\(path\), model\)"):
         replay_case("case.onnx", adder)
 

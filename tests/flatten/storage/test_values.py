@@ -138,12 +138,6 @@ class Tagged(torch.Tensor):
     pass
 
 
-def quietly(make):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return make()
-
-
 def nested(layout):
     return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
 
@@ -163,7 +157,9 @@ def nested(layout):
     ids=["sparse", "csr", "meta", "fake", "quantized", "strided", "jagged", "subclass"],
 )
 def test_the_line_makes_what_can_be_stored(make, line):
-    tensor = quietly(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensor = make()
     with pytest.raises(InvalidArgumentError) as caught:
         flatten_tree({"a": [tensor]})
     kind = "Tagged, which would come back as a plain tensor" if "subclass" in line else "no plain data to store"

@@ -19,7 +19,6 @@ from yobx_flatten.huggingface.cases import next_inputs
 __all__ = ["WINDOW", "assert_serves", "export_decode", "small_model", "some_sizes", "steps_of"]
 
 WINDOW = 8
-STEPS = 3
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1}
 _SIZES = {**SIZES, **_TOKENS, "vocab_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
@@ -67,7 +66,7 @@ def steps_of(call: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Logits of some decode steps, each fed with the cache that came out of the one before."""
     logits = []
     kwargs = copy.deepcopy(kwargs)
-    for _ in range(STEPS):
+    for _ in range(3):
         with torch.no_grad():
             outputs = call(**{**kwargs, WORD: copy.deepcopy(cache_of(kwargs))})
         logits.append(outputs.logits)

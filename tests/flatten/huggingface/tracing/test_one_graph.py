@@ -61,14 +61,13 @@ def test_one_program_serves_every_length(exported, sizes):
     assert_same_steps(module, make_model(name), decode_inputs(make_model(name), sizes, seed=sizes.past))
 
 
-@pytest.fixture(scope="module")
-def decomposed(exported):
-    return exported[1].run_decompositions({})
+def test_the_program_decomposes_and_compares_sizes_at_most_once(exported):
+    """No constant was made in the trace that `run_decompositions` would miss.
 
-
-def test_the_program_decomposes(exported, decomposed):
-    """No constant was made in the trace that `run_decompositions` would miss."""
+    How many keys a window keeps is a minimum of sizes; nothing else is, since some runtimes have no rule for it.
+    """
     name, program, _ = exported
+    decomposed = program.run_decompositions({})
     # transformers < 5.17 makes a tensor in gemma2's own code
     assert set(decomposed.graph_signature.lifted_tensor_constants) <= decomposed.constants.keys()
     if not (name == "gemma2" and any("lifted" in key for key in program.constants)):
@@ -78,11 +77,6 @@ def test_the_program_decomposes(exported, decomposed):
         expected = make_model(name)(**copy.deepcopy(kwargs)).logits
         found = decomposed.module()(**copy.deepcopy(kwargs)).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_sizes_are_compared_at_most_once(exported, decomposed):
-    """How many keys a window keeps is a minimum of sizes; nothing else is, since some runtimes have no rule for it."""
-    name, program, _ = exported
     for some in (program, decomposed):
         used = [node.target for node in some.graph.nodes]
         assert used.count(torch.sym_min) == (name != "llama")

@@ -15,8 +15,6 @@ from yobx_flatten.huggingface.tracing import replacement, support
 from yobx_flatten.huggingface.tracing.layers import layer_replacements
 from yobx_flatten.huggingface.tracing.models import CHUNK_SCANS, OTHERS, SPARSE, model_replacements
 
-TABLES = (*CHUNK_SCANS, *OTHERS, *SPARSE)
-
 # parameters of the methods of layers, which their versions take by position or hand on
 OF_LAYERS = {
     "self", "key_states", "value_states", "query_length", "cache_position", "cache_kwargs", "max_cache_len",
@@ -26,7 +24,7 @@ OF_LAYERS = {
 
 
 def installed():
-    for models, owner, name, make in TABLES:
+    for models, owner, name, make in (*CHUNK_SCANS, *OTHERS, *SPARSE):
         for model in models:
             try:
                 target = importlib.import_module(f"transformers.models.{model}.modeling_{model}")

@@ -35,8 +35,6 @@ class State:
 
 
 class Counting(nn.Module):
-    instances = 0
-
     def __init__(self):
         super().__init__()
         self.inner = nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)])

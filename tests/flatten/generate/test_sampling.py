@@ -196,15 +196,6 @@ def test_other_loops_are_those_of_transformers(entries):
             generator.stream(prompt)
 
 
-@pytest.mark.parametrize(
-    "entry", [{"stop_strings": ["end"]}, {"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}]
-)
-def test_what_needs_more_than_files_is_refused_as_by_the_model(entry):
-    _, generator = _pair(**entry)
-    with pytest.raises(InvalidArgumentError, match=f"generate refuses this call, which sets {next(iter(entry))}: "):
-        generator.generate(PROMPT, MASK, max_new_tokens=3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_folder_whose_entries_ask_for_another_loop_is_checked_in_the_plain_one(quantize, tmp_path):
@@ -264,17 +255,21 @@ def test_what_the_configuration_of_generation_states_comes_first():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("entries", "options", "words"),
     [
-        ({"num_beams": 0}, "num_beams must be an int of 1 or more"),
-        ({"num_return_sequences": 2}, "generate refuses this call: .*num_return_sequences"),
-        ({"num_beams": 2, "early_stopping": "always"}, "generate refuses this call: .*early_stopping"),
-        ({"num_beams": 2, "sampling": Sampling(do_sample=True)}, "Beam search cannot use sampling"),
+        ({}, {"num_beams": 0}, "num_beams must be an int of 1 or more"),
+        ({}, {"num_return_sequences": 2}, "generate refuses this call: .*num_return_sequences"),
+        ({}, {"num_beams": 2, "early_stopping": "always"}, "generate refuses this call: .*early_stopping"),
+        ({}, {"num_beams": 2, "sampling": Sampling(do_sample=True)}, "Beam search cannot use sampling"),
+        # what needs more than files
+        ({"stop_strings": ["end"]}, {}, "generate refuses this call, which sets stop_strings: "),
+        ({"penalty_alpha": 0.6, "top_k": 4}, {}, "generate refuses this call, which sets penalty_alpha: "),
+        ({"dola_layers": "low"}, {}, "generate refuses this call, which sets dola_layers: "),
     ],
 )
-def test_searches_that_mean_nothing_are_refused(options, words):
+def test_searches_that_mean_nothing_or_that_files_cannot_do_are_refused(entries, options, words):
     with pytest.raises(InvalidArgumentError, match=words):
-        _pair()[1].generate(PROMPT, MASK, **options)
+        _pair(**entries)[1].generate(PROMPT, MASK, **options)
 
 
 def test_a_seed_makes_draws_repeatable_and_leaves_the_global_generator_alone():

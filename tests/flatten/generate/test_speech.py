@@ -276,18 +276,20 @@ def test_without_the_option_no_weights_are_computed(tmp_path):
 
 @array_wrap
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "option", "words"),
     [
-        (aligned, "alignment_heads, and this WhisperFor.* names none"),
-        (lambda: aligned([[3, 0]]), r"has \[3, 0\], and the decoder has 3 layers of 4 heads"),
-        (lambda: exported("t5")[0], "alignment_heads"),
-        (lambda: exported("llama")[0], "is for Whisper"),
+        (aligned, {"word_times": True}, "alignment_heads, and this WhisperFor.* names none"),
+        (lambda: aligned([[3, 0]]), {"word_times": True}, r"has \[3, 0\], and the decoder has 3 layers of 4 heads"),
+        (lambda: exported("t5")[0], {"word_times": True}, "alignment_heads"),
+        (lambda: exported("llama")[0], {"word_times": True}, "is for Whisper"),
+        (lambda: speaker(), {"quantize": "int8"}, "add up from frame to frame"),
+        (lambda: speaker(), {"layout": "transformers.js"}, "one file"),
     ],
-    ids=["no heads", "a head that is not there", "text to text", "text"],
+    ids=["no heads", "a head that is not there", "text to text", "text", "speech in 8 bits", "speech in one file"],
 )
-def test_a_model_without_such_heads_is_refused(make, words, tmp_path):
+def test_a_model_without_such_heads_and_speech_that_nothing_proves_are_refused(make, option, words, tmp_path):
     with pytest.raises(InvalidArgumentError, match=words):
-        export_folder(make(), tmp_path / "out", word_times=True)
+        export_folder(make(), tmp_path / "out", **option)
 
 
 @array_wrap
@@ -416,15 +418,6 @@ def test_speech_that_cannot_be_made_is_refused_in_a_line(spoken_folder, change, 
     ids, asked = texts(2, 7)
     with pytest.raises(InvalidArgumentError, match=words):
         said(open_generator(spoken_folder[1]), ids, **{**asked, **change})
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [({"quantize": "int8"}, "add up from frame to frame"), ({"layout": "transformers.js"}, "one file")],
-)
-def test_what_nothing_proves_is_refused(option, words, tmp_path):
-    with pytest.raises(InvalidArgumentError, match=words):
-        export_folder(speaker(), tmp_path / "out", **option)
 
 
 def test_folders_that_write_tokens_and_folders_that_speak_name_each_others_call(spoken_folder):

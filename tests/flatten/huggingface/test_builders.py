@@ -173,25 +173,18 @@ def test_placeholders_of_fewer_dimensions_come_apart_and_together(shape, cls):
 # -- bad input
 
 
-@pytest.mark.parametrize("make", [make_dynamic_cache, make_static_cache])
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([torch.zeros(1, 2, 3, 4)] * 3, r"flat list of 3 tensors; give keys and values in turn"),
-        ([(torch.zeros(1, 2, 3, 4),)], r"key_value_pairs\[0\] must be a pair .* found \[\(1, 2, 3, 4\)\]"),
-        ([(torch.zeros(1, 2, 3, 4),) * 2, (torch.zeros(3),) * 2], r"key_value_pairs\[1\] .* \[\(3,\), \(3,\)\]"),
-        ([(torch.zeros(1, 2, 3, 4), None)], r"key_value_pairs\[0\] .*None"),
-    ],
-    ids=["odd", "single", "one dimension", "none"],
-)
-def test_what_is_no_pair_is_named(make, given, message):
-    with pytest.raises(CacheStructureError, match=message):
-        make(given)
+NO_PAIRS = [
+    ([torch.zeros(1, 2, 3, 4)] * 3, r"flat list of 3 tensors; give keys and values in turn"),
+    ([(torch.zeros(1, 2, 3, 4),)], r"key_value_pairs\[0\] must be a pair .* found \[\(1, 2, 3, 4\)\]"),
+    ([(torch.zeros(1, 2, 3, 4),) * 2, (torch.zeros(3),) * 2], r"key_value_pairs\[1\] .* \[\(3,\), \(3,\)\]"),
+    ([(torch.zeros(1, 2, 3, 4), None)], r"key_value_pairs\[0\] .*None"),
+]
 
 
 @pytest.mark.parametrize(
     ("make", "given", "message"),
     [
+        *((make, (given,), said) for make in (make_dynamic_cache, make_static_cache) for given, said in NO_PAIRS),
         (make_dynamic_cache, (pairs(), ["DynamicLayer"]), "cls_layers has 1 entries for 2 layers; give one per layer"),
         (make_dynamic_cache, (pairs(), "DynamicLayer", [{}, {}, {}]), "cls_kwargs has 3 entries for 2 layers"),
         *((make_dynamic_cache, (pairs(), cls), WRONG) for cls in ("StaticLayer", cache_utils.StaticLayer, "No", int)),
@@ -204,7 +197,7 @@ def test_what_is_no_pair_is_named(make, given, message):
         (functools.partial(make_static_cache, length=17), (pairs(1, 16),), "length"),
     ],
 )
-def test_what_does_not_fit_is_refused(make, given, message):
+def test_what_is_no_pair_or_does_not_fit_is_refused(make, given, message):
     with pytest.raises(CacheStructureError, match=message):
         make(*given)
 

@@ -121,14 +121,8 @@ def test_weights_in_another_form_are_not_replaced_by_random_ones(name, llama):
         find_model(str(llama)).load()
 
 
-def test_random_weights_of_a_folder_without_any_are_in_the_report(llama):
-    (llama / "model.safetensors").unlink()
-    done = export_folder(llama, llama.parent / "out", proof="none")
-    assert any("weights are random" in note for note in done.reports["model.onnx"].remarks)
-
-
 @pytest.mark.parametrize("weights", ["memory", "stream"])
-def test_random_weights_on_purpose_are_named_in_the_report(weights, llama):
+def test_random_weights_on_purpose_and_of_a_folder_without_any_are_named_in_the_report(weights, llama):
     stored = load_file(llama / "model.safetensors")
     _rewrite(llama, lambda weights: weights.pop(MATRIX))
     done = export_folder(
@@ -141,6 +135,9 @@ def test_random_weights_on_purpose_are_named_in_the_report(weights, llama):
     assert all(torch.equal(one[name], other[name]) for name in stored)
     assert all(torch.equal(one[name], stored[name]) for name in stored if name != MATRIX)
     assert not torch.equal(one[MATRIX], stored[MATRIX])
+    (llama / "model.safetensors").unlink()
+    done = export_folder(llama, llama.parent / "none", proof="none")
+    assert any("weights are random" in note for note in done.reports["model.onnx"].remarks)
 
 
 def test_leaving_weights_out_does_not_allow_random_ones(llama):

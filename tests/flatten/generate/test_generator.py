@@ -160,11 +160,7 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
     for generator, given, words in [
         (text, {**begun, "attention_mask": torch.ones(2, 4).long()}, r"has shape \(2, 4\), but input_ids .* \(2, 3\)"),
         (text, {"input_ids": tokens - 4}, "input_ids contains -3, which is not a token"),
-        (
-            text,
-            {**begun, "decoder_input_ids": torch.tensor([[0], [-2]])},
-            "decoder_input_ids contains -2, which",
-        ),
+        (text, {**begun, "decoder_input_ids": torch.tensor([[0], [-2]])}, "decoder_input_ids contains -2, which"),
         (text, {**begun, "decoder_input_ids": torch.zeros(2, 1)}, "decoder_input_ids must be integers"),
         (text, {**begun, "decoder_input_ids": torch.zeros(3, 1).long()}, "has 3 rows, but the encoder's input has 2"),
         (without_start, begun, r"No decoder_start_token_id .* Pass decoder_input_ids"),

@@ -9,9 +9,7 @@ from tests.flatten.model_folder.exported_folders import made
 from tests.models import SIZES
 from tests.transformers_versions import is_older_than
 from yobx_flatten import GenerationError, InvalidArgumentError, OnnxGenerator, export_folder, open_generator
-from yobx_flatten.model_folder.pieces.vision_language import (
-    TiledVisionEncoder,
-)
+from yobx_flatten.model_folder.pieces.vision_language import TiledVisionEncoder
 from yobx_flatten.model_folder.source.configuration import small_config, small_model
 
 pytestmark = pytest.mark.slow

@@ -97,16 +97,13 @@ def test_a_dict_subclass_comes_apart_by_its_keys():
     assert unflatten(*flatten(state)) == state
 
 
-def test_a_dataclass_comes_apart_by_its_fields():
+def test_a_dataclass_comes_apart_by_its_fields_and_is_rebuilt_without_its_constructor():
+    """`__post_init__` may refuse the placeholders of a trace, or compute anew what is there: it is not asked."""
     flatten, flatten_with_keys, unflatten = functions_of(Point)
     assert flatten(Point(1)) == ([1, None], ["x", "y"])
     assert flatten_with_keys(Point(1, 2)) == ([(pytree.GetAttrKey("x"), 1), (pytree.GetAttrKey("y"), 2)], ["x", "y"])
     assert unflatten((value for value in (3, 4)), ["x", "y"]) == Point(3, 4)
     assert recipe_of(Point).name == f"yobx_flatten:{__name__}.Point"
-
-
-def test_a_dataclass_is_rebuilt_without_its_constructor():
-    """`__post_init__` may refuse the placeholders of a trace, or compute anew what is there: it is not asked."""
     flatten, _, unflatten = functions_of(Checked)
     assert flatten(Checked(2)) == ([2, 4], ["x", "double"])
     rebuilt = unflatten(["placeholder", 9], ["x", "double"])
@@ -131,7 +128,7 @@ def test_every_way_to_write_a_field_comes_back():
     assert unflatten([2, 3], [["y", "z"], [1]]) == Child(x=1, y=2, z=3)
 
 
-def test_a_class_of_slots_comes_apart_by_them():
+def test_a_class_of_slots_comes_apart_by_them_and_one_with_a_dict_is_refused():
     flatten, flatten_with_keys, unflatten = functions_of(MoreSlots)
     obj = MoreSlots("a", "hidden")
     obj.b = "b"
@@ -140,9 +137,6 @@ def test_a_class_of_slots_comes_apart_by_them():
     assert [key.name for key, _ in flatten_with_keys(obj)[0]] == names
     rebuilt = unflatten(*flatten(obj))
     assert (type(rebuilt), rebuilt.a, rebuilt.hidden, rebuilt.b) == (MoreSlots, "a", "hidden", "b")
-
-
-def test_a_class_of_slots_with_a_dict_is_refused():
     with pytest.raises(InvalidRegistrationError, match="only __slots__"):
         functions_of(type("Open", (Slots,), {}))
 

@@ -67,6 +67,9 @@ def test_a_number_that_varies_is_an_input_one_that_does_not_a_constant_and_a_fla
     with pytest.raises(RecordError, match=r"2 phases .*: 'forward' \(2\), 'forward#2' \(1\). Choose one: phase='f"):
         calls.example()
     assert calls.constants("forward#2") == {"flag": False}
+    # an argument that is there at times names its phase
+    calls = record({"x": (2, 3), "pixels": (2, 4)}, {"x": (3, 3), "pixels": None})
+    assert list(calls.phases()) == ["forward", "forward-pixels"]
 
 
 def test_nan_and_objects_do_not_split_a_phase():
@@ -76,11 +79,6 @@ def test_nan_and_objects_do_not_split_a_phase():
     assert {name: len(part) for name, part in calls.phases().items()} == {"forward": 3}
     assert list(calls.constants()) == ["low", "streamer"]
     assert calls.constants()["streamer"] is same["streamer"]
-
-
-def test_an_argument_that_is_there_at_times_names_its_phase():
-    calls = record({"x": (2, 3), "pixels": (2, 4)}, {"x": (3, 3), "pixels": None})
-    assert list(calls.phases()) == ["forward", "forward-pixels"]
 
 
 def test_an_unknown_phase_is_answered_with_those_there_are_and_nothing_recorded_is_said():

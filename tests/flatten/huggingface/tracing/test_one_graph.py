@@ -12,17 +12,9 @@ import transformers.cache_utils as cache_utils
 from tests import fresh_process
 from tests.cache_words import WORD, cache_of
 from tests.cases import cases
-from tests.flatten.huggingface.tracing.one_graph import (
-    steps_of,
-)
+from tests.flatten.huggingface.tracing.one_graph import steps_of
 from tests.models import WINDOW, make_model
-from yobx_flatten import (
-    DecodeSizes,
-    decode_inputs,
-    dynamic_shapes,
-    make_dynamic_cache,
-    register_flattening_functions,
-)
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, make_dynamic_cache, register_flattening_functions
 
 pytestmark = pytest.mark.slow
 

@@ -12,23 +12,10 @@ from transformers.cache_utils import Cache
 from matrix.models import make_model as make_model_of_type
 from tests.cache_words import WORD, cache_of
 from tests.cases import cases
-from tests.flatten.huggingface.tracing.one_graph import (
-    assert_serves,
-    export_decode,
-    inputs,
-    small_model,
-    some_sizes,
-)
+from tests.flatten.huggingface.tracing.one_graph import assert_serves, export_decode, inputs, small_model, some_sizes
 from tests.models import SIZES as MODEL_SIZES
 from tests.models import WINDOW, make_model
-from yobx_flatten import (
-    Case,
-    DecodeSizes,
-    decode_inputs,
-    dynamic_shapes,
-    export_onnx,
-    register_flattening_functions,
-)
+from yobx_flatten import Case, DecodeSizes, decode_inputs, dynamic_shapes, export_onnx, register_flattening_functions
 from yobx_flatten.huggingface.decoders import SlidingDecoder, why_not_sliding
 
 pytestmark = pytest.mark.slow

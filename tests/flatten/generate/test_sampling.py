@@ -269,7 +269,7 @@ def test_what_the_configuration_of_generation_states_comes_first():
 )
 def test_searches_that_mean_nothing_or_that_files_cannot_do_are_refused(entries, options, words):
     with pytest.raises(InvalidArgumentError, match=words):
-        _pair(**entries)[1].generate(PROMPT, MASK, **options)
+        _pair(**entries)[1].generate(PROMPT, MASK, max_new_tokens=3, **options)
 
 
 def test_a_seed_makes_draws_repeatable_and_leaves_the_global_generator_alone():

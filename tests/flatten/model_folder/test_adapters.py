@@ -388,8 +388,17 @@ def test_an_adapter_of_another_model_is_refused_and_leaves_no_layer_behind(sizes
 
 
 @pytest.mark.slow
+def test_an_unknown_name_lists_those_that_there_are(folder, capsys):
+    with pytest.raises(GenerationError, match="has no adapter 'three'; found: one, two"):
+        open_generator(folder).generate(IDS, adapter="three")
+    for command in (["generate", str(folder), "--prompt", "x"], ["chat", str(folder), "--message", "x"]):
+        assert main([*command, "--adapter", "three"]) == 2
+        assert "found: one, two" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_command_line_writes_what_peft_writes_and_lists_the_names_that_there_are(command, root, folder, capsys):
+def test_the_command_line_writes_what_peft_writes(command, root, folder, capsys):
     tokenizer, model = ByT5Tokenizer.from_pretrained(root / "base"), _adapted(root, "two")
     ids = tokenizer("Yes", add_special_tokens=command == "generate", return_tensors="pt")["input_ids"]
     mask = torch.ones_like(ids)
@@ -399,10 +408,6 @@ def test_the_command_line_writes_what_peft_writes_and_lists_the_names_that_there
     shown = json.loads(capsys.readouterr().out)
     text = shown["rows"][0]["text"] if command == "generate" else shown["messages"][-1]["content"]
     assert text == tokenizer.decode(wanted, skip_special_tokens=True)
-    assert main([command, str(folder), option, "x", "--adapter", "three"]) == 2
-    assert "found: one, two" in capsys.readouterr().err
-    with pytest.raises(GenerationError, match="has no adapter 'three'; found: one, two"):
-        open_generator(folder).generate(IDS, adapter="three")
 
 
 FIRST = "model.layers.0.self_attn.q_proj.lora_A"

@@ -172,13 +172,17 @@ def lxmert():  # which reads pictures as boxes with features
     return made(transformers.LxmertModel, transformers.LxmertConfig(**layers, **widths))
 
 
-@pytest.mark.skipif(not hasattr(transformers, "Florence2Config"), reason="no Florence-2 in this release")
-def test_pictures_that_a_folder_would_lose_are_refused(tmp_path):
-    """Florence-2 became a folder of text alone silently; asked for by its task, it is one, and takes no picture."""
+def florence():
     text = {"vocab_size": 96, "d_model": 32, "eos_token_id": 2, **sides(layers=2, attention_heads=2, ffn_dim=48)}
     vision = {"embed_dim": [8, 8, 8, 8], "num_heads": [2] * 4, "num_groups": [2] * 4, "depths": [1] * 4}
     config = transformers.Florence2Config(text_config={"model_type": "bart", **text}, vision_config=vision)
-    model = made(transformers.Florence2ForConditionalGeneration, config)
+    return made(transformers.Florence2ForConditionalGeneration, config)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Florence2Config"), reason="no Florence-2 in this release")
+def test_pictures_that_a_folder_would_lose_are_refused(tmp_path):
+    """Florence-2 became a folder of text alone silently; asked for by its task, it is one, and takes no picture."""
+    model = florence()
     with pytest.raises(
         GenerationError, match=r"pixel_values besides input_ids.*record_calls.*task='text2text"
     ) as raised:
@@ -206,6 +210,12 @@ def test_a_model_that_generates_is_no_folder_of_features_unasked(tmp_path):
     assert (done.task, done.verified.ok) == ("feature-extraction", True)
 
 
+def longformer(task):
+    sizes = {"vocab_size": 259, "num_hidden_layers": 2, "attention_window": [8, 4], "pad_token_id": 1}
+    config = transformers.LongformerConfig(**SIZES | sizes, max_position_embeddings=200, initializer_range=0.5)
+    return made(getattr(transformers, f"Longformer{task}"), config)
+
+
 def text_and_mask(length):
     mask = torch.ones(3, length, dtype=torch.int64)
     mask[0, max(1, length - 2) :] = 0
@@ -215,9 +225,7 @@ def text_and_mask(length):
 @pytest.mark.parametrize("task", ["ForSequenceClassification", "ForMaskedLM"])
 def test_longformer_scores_texts_below_and_above_its_window(tmp_path, task):
     """Its lengths were divided as tensors, which torch cannot trace; a classifier marks its first token."""
-    sizes = {"vocab_size": 259, "num_hidden_layers": 2, "attention_window": [8, 4], "pad_token_id": 1}
-    config = transformers.LongformerConfig(**SIZES | sizes, max_position_embeddings=200, initializer_range=0.5)
-    model = made(getattr(transformers, f"Longformer{task}"), config)
+    model = longformer(task)
     export_folder(model, tmp_path / "out", to="program", proof="sample")
     scores = open_model(tmp_path / "out", trust=True)
     for length in (2, 7, 8, 9, 16, 61):
@@ -320,13 +328,16 @@ def test_blip_2_with_an_encoder_is_refused_with_the_call_that_exports(tmp_path):
     assert done.report.ok
 
 
+def git():
+    config = transformers.GitConfig(vision_config={**SIZES, **PICTURE}, **SIZES, vocab_size=96)
+    return made(transformers.GitForCausalLM, config)
+
+
 def test_a_decoder_that_also_reads_pictures_is_refused_unless_its_text_is_asked_for():
     """GIT writes what is in a picture: its folder was one of text alone, without a word."""
-    config = transformers.GitConfig(vision_config={**SIZES, **PICTURE}, **SIZES, vocab_size=96)
-    git = made(transformers.GitForCausalLM, config)
     with pytest.raises(GenerationError, match=r"reads pixel_values besides input_ids.*task='text-generation'"):
-        pieces_for(git, "auto")
-    task, (piece,) = pieces_for(git, "text-generation", Split(proof="none"))
+        pieces_for(git(), "auto")
+    task, (piece,) = pieces_for(git(), "text-generation", Split(proof="none"))
     assert task == "text-generation"
     assert any("also takes pixel_values" in remark for remark in piece.remarks)
 

@@ -15,16 +15,8 @@ import torch
 from torch import nn
 
 import roundpipe_runtime
-from roundpipe_runtime import (
-    GradScaler,
-    ModelExecutePlan,
-    PlanError,
-    RoundPipe,
-    RoundPipePackedData,
-    RoundPipeRunConfig,
-    UnevenSplitWarning,
-    UnregisteredObjectError,
-)
+from roundpipe_runtime import GradScaler, ModelExecutePlan, RoundPipe, RoundPipePackedData, RoundPipeRunConfig
+from roundpipe_runtime.errors import PlanError, UnevenSplitWarning, UnregisteredObjectError
 from roundpipe_runtime.optim import Adam
 from tests.runtime.documents import ModelOutput
 from tests.runtime.small import batch, same_bits, small_model, state

@@ -11,17 +11,13 @@ import torch.utils._pytree as pytree
 from tests import fresh_process
 from tests.flatten import other_libraries
 from tests.transformers_versions import needs_transformers
-from yobx_flatten import (
+from yobx_flatten import check_recipe, mirror, register, register_class_flattening, unregister_class_flattening
+from yobx_flatten.errors import (
     AlreadyRegisteredError,
     InvalidArgumentError,
     MissingDependencyError,
     NotRegisteredError,
     RoundTripError,
-    check_recipe,
-    mirror,
-    register,
-    register_class_flattening,
-    unregister_class_flattening,
 )
 
 jax = pytest.importorskip("jax", reason="mirrors JAX")

@@ -16,10 +16,6 @@ import yobx_flatten
 from tests.flatten.diagnose.test_export_errors import CASES, Adds, Both, Takes, raised_by
 from tests.modules import module_class, module_of
 from yobx_flatten import (
-    DynamicShapesError,
-    FlattenError,
-    InvalidArgumentError,
-    NotRegisteredError,
     check_inputs,
     check_recipe,
     dynamic_shapes,
@@ -31,6 +27,7 @@ from yobx_flatten import (
     register_flattening_functions,
     unregister_class_flattening,
 )
+from yobx_flatten.errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
 
 X = torch.ones(2, 3)
 Scales = module_class("Scales", lambda self, x, **kwargs: x * kwargs["scale"] + kwargs["shift"])

@@ -18,10 +18,6 @@ from tests import fresh_process
 from tests.flatten.core.test_compare import Trap
 from tests.modules import module_class
 from yobx_flatten import (
-    InvalidArgumentError,
-    InvalidRegistrationError,
-    NotRegisteredError,
-    RoundTripError,
     check_recipe,
     compare_specs,
     explain,
@@ -34,6 +30,7 @@ from yobx_flatten import (
 )
 from yobx_flatten.diagnose.checks import recipe_of
 from yobx_flatten.diagnose.comparison import compare_spec_texts
+from yobx_flatten.errors import InvalidArgumentError, InvalidRegistrationError, NotRegisteredError, RoundTripError
 from yobx_flatten.recipe.roundtrip import CHECKS
 from yobx_flatten.testing import recipe_tests
 

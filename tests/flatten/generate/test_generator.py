@@ -19,9 +19,7 @@ from tests.flatten.model_folder.exported_folders import exported
 from tests.models import SIZES, make_model
 from yobx_flatten import (
     DecodeSizes,
-    GenerationError,
     GenerationSettings,
-    InvalidArgumentError,
     OnnxGenerator,
     ProgramGenerator,
     decode_inputs,
@@ -30,6 +28,7 @@ from yobx_flatten import (
     export_program,
     open_generator,
 )
+from yobx_flatten.errors import GenerationError, InvalidArgumentError
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.pictures import check_ports, empty_cache
 from yobx_flatten.generate.settings import find_parts

@@ -12,9 +12,7 @@ from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
 from tests.models import SIZES
 from yobx_flatten import (
-    GenerationError,
     GenerationSettings,
-    InvalidArgumentError,
     OnnxGenerator,
     ProgramGenerator,
     Sampling,
@@ -22,6 +20,7 @@ from yobx_flatten import (
     make_dynamic_cache,
     open_generator,
 )
+from yobx_flatten.errors import GenerationError, InvalidArgumentError
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.settings import read_settings, settings_of
 from yobx_flatten.generate.steps import Parts

@@ -8,16 +8,8 @@ import transformers
 
 from tests.flatten.model_folder.exported_folders import exported, made
 from tests.models import BART_SIZES
-from yobx_flatten import (
-    InvalidArgumentError,
-    OnnxGenerator,
-    Sampling,
-    export_folder,
-    open_generator,
-    open_model,
-    verify_folder,
-)
-from yobx_flatten.errors import ReplayError
+from yobx_flatten import OnnxGenerator, Sampling, export_folder, open_generator, open_model, verify_folder
+from yobx_flatten.errors import InvalidArgumentError, ReplayError
 from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.model_folder.pieces.spoken import FrameDecoder
 from yobx_flatten.storage.cases import load_case, save_case

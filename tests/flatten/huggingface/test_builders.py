@@ -25,9 +25,7 @@ from tests.modules import module_of
 from yobx_flatten import (
     Case,
     DecodeSizes,
-    GenerationError,
     OnnxGenerator,
-    ReplayError,
     decode_inputs,
     dynamic_shapes,
     export_onnx,
@@ -37,7 +35,7 @@ from yobx_flatten import (
     replay_case,
     save_case,
 )
-from yobx_flatten.errors import CacheStructureError
+from yobx_flatten.errors import CacheStructureError, GenerationError, ReplayError
 from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
 from yobx_flatten.huggingface.cache_names import CACHE, argument_of, forward_of, name_in, named_for
 from yobx_flatten.huggingface.cases import contiguous, next_inputs

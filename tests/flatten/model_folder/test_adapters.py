@@ -19,21 +19,16 @@ from roundpipe_runtime.fine_tune import Lora, add_lora, load_tokenizer, model_so
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import restate
 from tests.models import SIZES
-from yobx_flatten import (
+from yobx_flatten import OnnxGenerator, add_adapter, export_folder, open_generator, open_model, verify_folder
+from yobx_flatten.__main__ import main
+from yobx_flatten.errors import (
     DamagedFileError,
     FolderExistsError,
     GenerationError,
     InvalidArgumentError,
     ModelSourceError,
-    OnnxGenerator,
     ReplayError,
-    add_adapter,
-    export_folder,
-    open_generator,
-    open_model,
-    verify_folder,
 )
-from yobx_flatten.__main__ import main
 from yobx_flatten.files import limited
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.source import adapter

@@ -9,18 +9,17 @@ import torch
 import transformers
 
 from tests.flatten.model_folder.exported_folders import made
-from yobx_flatten import (
+from yobx_flatten import export_folder, open_generator, verify_folder
+from yobx_flatten.__main__ import main
+from yobx_flatten.errors import (
     DamagedFileError,
     DynamicShapesError,
     GenerationError,
     InvalidArgumentError,
     MissingDependencyError,
-    export_folder,
-    open_generator,
-    verify_folder,
+    UntrustedFileError,
+    dependencies,
 )
-from yobx_flatten.__main__ import main
-from yobx_flatten.errors import UntrustedFileError, dependencies
 from yobx_flatten.model_folder.manifest import read_manifest
 
 BOUNDS = {"batch": 4, "length": 64}

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yobx_flatten import (
-    InvalidRegistrationError,
-    RoundTripError,
     check_recipe,
     functions_from_fields,
     load_nested,
@@ -22,6 +20,7 @@ from yobx_flatten import (
     save_nested,
     unregister_class_flattening,
 )
+from yobx_flatten.errors import InvalidRegistrationError, RoundTripError
 from yobx_flatten.recipe.fields import functions_of
 
 

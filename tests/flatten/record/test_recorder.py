@@ -18,15 +18,8 @@ from tests import fresh_process
 from tests.cache_words import WORD
 from tests.flatten.record.record_models import generate_inputs, make_generator
 from tests.modules import module_class, module_of
-from yobx_flatten import (
-    InvalidArgumentError,
-    NotRegisteredError,
-    RecordedCalls,
-    RecordError,
-    StaticDataError,
-    record_calls,
-    register_flattening_functions,
-)
+from yobx_flatten import RecordedCalls, record_calls, register_flattening_functions
+from yobx_flatten.errors import InvalidArgumentError, NotRegisteredError, RecordError, StaticDataError
 
 
 class Adds(torch.nn.Module):

@@ -21,19 +21,16 @@ from tests.cache_words import WORD, cache_of
 from tests.flatten.export.exported_files import exported_file
 from tests.flatten.model_folder.exported_folders import exported
 from tests.models import make_model
-from yobx_flatten import (
+from yobx_flatten import DecodeSizes, decode_inputs, export_onnx, open_model, verify_folder
+from yobx_flatten.errors import (
     DamagedFileError,
-    DecodeSizes,
     ForeignFileError,
     GenerationError,
     InvalidArgumentError,
+    MissingDependencyError,
     ReplayError,
-    decode_inputs,
-    export_onnx,
-    open_model,
-    verify_folder,
+    UntrustedFileError,
 )
-from yobx_flatten.errors import MissingDependencyError, UntrustedFileError
 from yobx_flatten.runners.in_place import TensorBuffers
 from yobx_flatten.runners.onnx_session import CPU, check_runs_on, choose_providers, is_on_cpu, only_for_onnxruntime
 from yobx_flatten.runners.open import open_runner, runtime_of

@@ -14,9 +14,6 @@ from tests import fresh_process
 from tests.cache_words import WORD
 from tests.flatten.storage.storage_values import TORCH_TYPES, Access, Mode, Pair, State, random_tensor, same
 from yobx_flatten import (
-    InvalidArgumentError,
-    MissingDependencyError,
-    NotRegisteredError,
     create_input_tensors_from_onnx_model,
     create_onnx_model_from_input_tensors,
     load_case,
@@ -28,6 +25,7 @@ from yobx_flatten import (
     save_nested,
     unregister_class_flattening,
 )
+from yobx_flatten.errors import InvalidArgumentError, MissingDependencyError, NotRegisteredError
 
 
 def stored(values, path, **options):

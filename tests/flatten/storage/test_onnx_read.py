@@ -11,10 +11,6 @@ import torch
 
 from tests.flatten.storage.storage_values import State
 from yobx_flatten import (
-    DamagedFileError,
-    FlattenError,
-    ForeignFileError,
-    InvalidArgumentError,
     create_input_tensors_from_onnx_model,
     create_onnx_model_from_input_tensors,
     load_case,
@@ -22,6 +18,7 @@ from yobx_flatten import (
     save_case,
     save_nested,
 )
+from yobx_flatten.errors import DamagedFileError, FlattenError, ForeignFileError, InvalidArgumentError
 
 VALUES = {"x": torch.arange(1000.0), "half": torch.ones(3, dtype=torch.bfloat16), "text": "née", "state": State(1, [2])}
 

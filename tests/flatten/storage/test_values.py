@@ -13,14 +13,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tests.flatten.storage.storage_values import Mode, State
-from yobx_flatten import (
-    DamagedFileError,
-    InvalidArgumentError,
-    NotRegisteredError,
-    StaticDataError,
-    register_class_flattening,
-    unregister_class_flattening,
-)
+from yobx_flatten import register_class_flattening, unregister_class_flattening
+from yobx_flatten.errors import DamagedFileError, InvalidArgumentError, NotRegisteredError, StaticDataError
 from yobx_flatten.storage.structure import flatten_tree, load_trusted, unflatten_tree
 
 

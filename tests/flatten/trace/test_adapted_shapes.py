@@ -15,8 +15,6 @@ from tests.models import make_model, start
 from tests.modules import module_class
 from yobx_flatten import (
     DecodeSizes,
-    InvalidArgumentError,
-    SpecMismatchError,
     decode_inputs,
     dynamic_shapes,
     export_program,
@@ -24,6 +22,7 @@ from yobx_flatten import (
     register_flattening_functions,
     unregister_class_flattening,
 )
+from yobx_flatten.errors import InvalidArgumentError, SpecMismatchError
 from yobx_flatten.trace.adapted_shapes import adapted_shapes
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,6 @@ from tests.modules import module_class, module_of
 from yobx_flatten import (
     Case,
     DecodeSizes,
-    DynamicShapesError,
-    InvalidArgumentError,
-    NotRegisteredError,
     check_dynamic_shapes,
     decode_inputs,
     dynamic_shapes,
@@ -27,6 +24,7 @@ from yobx_flatten import (
     register,
     unregister_class_flattening,
 )
+from yobx_flatten.errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError
 
 Scale = module_class("Scale", lambda self, x, by=None: x if by is None else x * by)
 

@@ -16,8 +16,6 @@ from tests.models import make_model, start
 from tests.modules import module_class
 from yobx_flatten import (
     DecodeSizes,
-    DynamicShapesError,
-    InvalidArgumentError,
     check_dynamic_shapes,
     check_inputs,
     decode_inputs,
@@ -34,6 +32,7 @@ from yobx_flatten import (
     register_flattening_functions,
     unregister_class_flattening,
 )
+from yobx_flatten.errors import DynamicShapesError, InvalidArgumentError
 from yobx_flatten.trees.walk import leaf_names, leaves_of, match, output_names, plain_names
 
 AUTO = Dim.AUTO

@@ -10,15 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from roundpipe_runtime import (
-    CheckpointError,
-    OptimizerCtx,
-    RoundPipe,
-    RoundPipeRunConfig,
-    load_checkpoint,
-    optim,
-    save_checkpoint,
-)
+from roundpipe_runtime import OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint, optim, save_checkpoint
 from roundpipe_runtime.checkpoint import training_state
 from roundpipe_runtime.checkpoint.training_state import (
     named_state,
@@ -26,6 +18,7 @@ from roundpipe_runtime.checkpoint.training_state import (
     restore_optimizer,
     restore_random_state,
 )
+from roundpipe_runtime.errors import CheckpointError
 from tests.runtime.few_bits import CONFIG, KINDS, model_of, trained_in
 from tests.runtime.small import batch, same_bits, small_model
 

@@ -16,17 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import (
-    CheckpointError,
-    CheckpointWarning,
-    ConfigError,
-    DamagedCheckpointError,
-    GradScaler,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from roundpipe_runtime import GradScaler, list_checkpoints, load_checkpoint, save_checkpoint
 from roundpipe_runtime.checkpoint import training_state
+from roundpipe_runtime.errors import CheckpointError, CheckpointWarning, ConfigError, DamagedCheckpointError
 from tests import fresh_process
 from tests.runtime.small import same_bits, small_model
 

@@ -8,17 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import (
-    ConfigError,
-    LayerCost,
-    ModelExecutePlan,
-    OptimizerCtx,
-    RoundPipe,
-    RoundPipeRunConfig,
-    Timeline,
-)
+from roundpipe_runtime import LayerCost, ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig, Timeline
 from roundpipe_runtime.device import disk
 from roundpipe_runtime.device.disk import DiskMemory
+from roundpipe_runtime.errors import ConfigError
 from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
 from roundpipe_runtime.timeline.record import device_totals
 from tests.runtime.device.logical_clock import LogicalDevice, TimedLayer, stamp_mailboxes

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import (
-    CheckpointError,
-    ConfigError,
-    GradScaler,
-    RoundPipeRunConfig,
-    StageError,
-    load_checkpoint,
-    save_checkpoint,
-)
+from roundpipe_runtime import GradScaler, RoundPipeRunConfig, load_checkpoint, save_checkpoint
+from roundpipe_runtime.errors import CheckpointError, ConfigError, StageError
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 from tests.ctrl_c import press

@@ -6,8 +6,8 @@
 
     test_recipes = recipe_tests(Memory(torch.zeros(2, 3)), State(torch.ones(2), step=4))
 
-pytest then runs ``test_recipes[Memory-comes back the same]`` and seven more tests for each sample. ``recipe_tests``
-needs pytest.
+pytest runs eight tests for each sample, such as ``test_recipes[Memory-comes back the same]``. ``recipe_tests`` needs
+pytest.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Find the side effects of a call, such as a tensor written in place or an item appended to a list, and undo them.
 
-Before a call, a :class:`Snapshot` records the objects that the call can use, without copying them::
-
-    before = Snapshot.of(args=args, module=module, loss_fn=loss_fn)
-    result = module(*args)
-    before.changes()      {"args[0]": "written", "module.seen": "grown", "loss_fn.count": "replaced"}
-
-Snapshots contain items, attributes, closure variables, default arguments, and classes and globals of code outside of
-installed libraries. Snapshots omit the state of optimizers, which is twice as large as the model. No user code runs.
+Before a call, a :class:`Snapshot` records the objects that the call can use, without copying them. Snapshots contain
+items, attributes, closure variables and default arguments. Snapshots contain the classes and global variables of the
+user's code, but not of installed libraries. Snapshots omit the state of optimizers, which is twice as large as the
+model. No user code runs.
 """
+
+# before = Snapshot.of(args=args, module=module, loss_fn=loss_fn)
+# result = module(*args)
+# before.changes()      {"args[0]": "written", "module.seen": "grown", "loss_fn.count": "replaced"}
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, **roots: object) -> Snapshot:
-        """Take a snapshot of objects; each keyword is the name of its object in the key paths of :meth:`changes`."""
+        """Take a snapshot of objects, given by name; the key paths in :meth:`changes` begin with these names."""
         walk = _Walk()
         walk.enter(roots)
         return cls(walk.holders, walk.contents)
@@ -119,8 +119,8 @@ def undisturbed(
 ) -> Iterator[Snapshot]:
     """Undo all changes that a ``with`` block makes to the given objects (``roots``), also after an exception.
 
-    Objects, values, tensor versions, and the random generators of torch, NumPy and Python are restored. If a result of
-    the block shares memory with one of the ``roots``, the result is also reset: copy it inside the block.
+    Objects, values, tensor versions, and the random generators of torch, NumPy and Python are restored. A result of the
+    block that shares memory with a given object is overwritten after the block: copy the result inside the block.
     """
     # seed: seed of random numbers in the block; by default the generators continue
     # parameters: the parameters that the call writes; none by default. Other parameters are large and rarely written:
@@ -284,7 +284,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 class _Way:
-    """Reads, restores and names the items or attributes of objects of one type; the base class handles dicts."""
+    """Reads and restores the contents of an object in a snapshot, and formats its keys; this class is for dicts."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return dict.copy(owner)

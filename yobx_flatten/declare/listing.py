@@ -20,13 +20,13 @@ class FlatteningRow:
     Attributes:
         kind: what the class is: ``"layer"`` (of a KV cache), ``"cache"``, ``"output"`` or ``"container"``.
         cls: module and name of the class.
-        code: class name in saved programs, ``"D"`` for ``DynamicLayer``; ``"-"`` if transformers registers the class.
+        code: name of the class in saved programs (``"D"`` for ``DynamicLayer``); ``"-"`` if transformers registers it.
         leaves: names of the leaves or children that the class is flattened into.
         counters: names of the leaves or attributes that count the tokens in a cache.
         static: static data of the class; an exported program accepts only the static data of its example inputs.
         registered_by: the library that registers the class: ``"yobx_flatten"`` (in the context manager) or
             ``"transformers"``; ``"-"`` for a layer, which is flattened with its cache.
-        tables: names of the pytree registries that contain the class; empty for a layer, which is not registered.
+        tables: names of the pytree registries that contain the class; empty for a cache layer, which is not registered.
         since: the first tested version of transformers (4.56, 4.57, 5.0, 5.17, 5.23) that has the class; empty if the
             class belongs to a single model.
     """

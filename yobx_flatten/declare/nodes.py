@@ -86,7 +86,7 @@ def register_pytree_node(
     Args:
         cls: the class; subclasses need their own registration.
         flatten: a function ``obj -> (children, static)``.
-        unflatten: a function ``(static, children) -> obj`` whose ``children`` is a tuple; torch swaps the arguments.
+        unflatten: a function ``(static, children) -> obj`` (torch: ``(children, static)``); ``children`` is a tuple.
         flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch; if it is
             ``None``, the keys are numbers.
         backends: library names, such as ``"torch"`` or ``["optree", "jax"]``; ``"all"`` for all installed libraries.
@@ -235,8 +235,9 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
 def static_field(**options: Any) -> Any:
     """Declare that a field of a :func:`pytree_dataclass` is static: part of the tree spec, not a leaf.
 
-    Static data is compared, and hashed by JAX, at every call. A program accepts only its example's static data. Static
-    data may be strings, numbers, tuples, dtypes, enums, and lists and dicts of them; tensors must be children.
+    Static data is compared, and hashed by JAX, at every call. An exported program refuses inputs whose static data
+    differs from that of the example inputs. Static data may be strings, numbers, tuples, dtypes, enums, and lists and
+    dicts of them; tensors must be children.
 
     Args:
         options: keyword arguments of :func:`dataclasses.field`.
@@ -360,7 +361,7 @@ def _register_methods(cls: C | None, *, caller: str, backends: Backends) -> C | 
 def _claim(
     cls: type, make: Callable[..., _Functions], written: tuple[Any, ...], caller: str, backends: Backends
 ) -> bool:
-    """Register a class with flatten functions from ``make``; return ``False`` if it has the same functions already."""
+    """Register ``cls`` with the functions that ``make`` returns; return ``False`` if ``cls`` has them already."""
     libraries = REGISTRY.libraries(backends, caller)
     source = (make, written)
     for library in libraries:

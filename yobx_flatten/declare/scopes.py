@@ -51,8 +51,8 @@ def register_class_flattening(
 
     Args:
         cls: the class; subclasses need their own registration.
-        f_flatten: a function ``obj -> (children, static)`` that returns a list of tensors and containers, and all other
-            data; or the three functions from :func:`~yobx_flatten.functions_from_fields`.
+        f_flatten: a function ``obj -> (children, static)``: the list of an object's tensors and containers, and its
+            other data. A tuple of all functions, from :func:`~yobx_flatten.functions_from_fields`, is also accepted.
         f_unflatten: a function ``(children, static) -> obj``.
         f_flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``;
             if it is ``None``, the keys are numbers.
@@ -63,8 +63,8 @@ def register_class_flattening(
         axes: names of the axes that vary between calls, by key of the child: ``{"hidden": {1: "batch"}}``.
 
     Returns:
-        ``True`` if this call registered the class with at least one library, ``False`` if the class was already
-        registered, by another library or with the same functions.
+        ``True`` if this call registered the class with at least one library; ``False`` if each library already had a
+        registration of the class, by other code or with the same functions.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, is a named tuple or an enum, or when a function does not
@@ -147,10 +147,10 @@ def make_flattening_function_for_dataclass(cls: type, supported_classes: set[typ
     """Make the three functions that :func:`register_class_flattening` needs for a class with named fields.
 
     Args:
-        cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), a dataclass (flax, chex
-            and equinox also write dataclasses), an attrs class, a pydantic model, a class with JAX's ``tree_flatten``
-            and ``tree_unflatten``, or a class with ``__slots__`` and no ``__dict__``. A field with
-            ``metadata={"static": True}`` or flax's ``pytree_node=False`` becomes static data.
+        cls: a dataclass (also of flax, chex or equinox), an attrs class, a pydantic model, a mapping such as a ``dict``
+            subclass or a ``ModelOutput``, a class with JAX's ``tree_flatten`` and ``tree_unflatten``, or a class with
+            ``__slots__`` and no ``__dict__``. A field with ``metadata={"static": True}`` or flax's
+            ``pytree_node=False`` becomes static data.
         supported_classes: a set of classes, to which ``cls`` is added.
 
     Returns:
@@ -172,7 +172,7 @@ def make_flattening_function_for_dataclass(cls: type, supported_classes: set[typ
 class Undo(dict[type, bool]):
     """The result of :func:`register_cache_flattening`: a dict that maps each class to whether the call registered it.
 
-    Pass the dict to :func:`unregister_cache_flattening` to undo the registrations.
+    To undo the registrations, pass the ``Undo`` object to :func:`unregister_cache_flattening`.
     """
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ def register_cache_flattening(
 
     Returns:
         A dict that maps each class to ``True`` if this call registered the class, or ``False`` if an earlier
-        registration stays. Pass the dict to :func:`unregister_cache_flattening`.
+        registration stays. To undo the registrations, pass the returned dict to :func:`unregister_cache_flattening`.
 
     Raises:
         MissingDependencyError: when transformers or diffusers is requested, but not installed.
@@ -311,7 +311,7 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
 def register_flattening_functions(
     patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
 ) -> Block:
-    """Return a ``with`` block in which ``torch.export`` accepts KV caches and model outputs of any length.
+    """Return a ``with`` block in which ``torch.export`` accepts KV caches and outputs of Hugging Face models.
 
     At the end of the block, also after an exception, all registrations and patched attributes are restored. ``with``
     blocks can be nested, and can be active in several threads at once.
@@ -323,7 +323,7 @@ def register_flattening_functions(
 
     Returns:
         A context manager (*the block*), which can also decorate a function.
-        ``with ... as undo`` assigns the result of :func:`register_cache_flattening`.
+        In ``with ... as undo``, ``undo`` is the dict that :func:`register_cache_flattening` returns.
 
     Raises:
         MissingDependencyError: on entering the block, when transformers or diffusers is requested, but not installed.
@@ -391,5 +391,4 @@ def _undone_when_dropped(undo: Undo) -> Iterator[None]:
 
 
 def options_in_use() -> dict[str, bool]:
-    """Return options ``patch_...`` of :func:`register_flattening_functions`: true for imported libraries."""
     return {f"patch_{library}": library in sys.modules for library in ("transformers", "diffusers")}

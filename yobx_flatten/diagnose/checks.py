@@ -103,8 +103,8 @@ def check_inputs(
 
     Returns:
         The errors, followed by the warnings. Errors: an argument that ``forward`` does not accept, an object that
-        contains itself (then the only finding) or of an unregistered class, wrong ``dynamic_shapes``, offloaded
-        weights, one tensor passed twice. Warnings: an argument that ``forward`` never reads, a slice of a tensor,
+        contains itself, an object of an unregistered class, wrong ``dynamic_shapes``, offloaded weights, one
+        tensor passed twice. Warnings: an argument that ``forward`` never reads, a slice of a tensor,
         tensors that share memory, an input on another device, dynamic axes of size 0 or 1 or of equal sizes.
 
     >>> class Adds(torch.nn.Module):

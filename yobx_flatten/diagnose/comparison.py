@@ -50,15 +50,15 @@ def compare_specs(
 
     Args:
         first: a ``TreeSpec`` of ``torch.utils._pytree``, an ``ExportedProgram`` (its inputs are compared), or any other
-            object. Pass ``(args, kwargs)`` for the inputs of a call.
+            object. To compare the inputs of a call with a program, pass the tuple ``(args, kwargs)``.
         second: the structure to compare with: a ``TreeSpec``, an ``ExportedProgram`` or any other object.
         name: the start of the paths, ``"tree"`` by default; in the structure of a call, paths start with ``args`` or
             ``kwargs``.
         names: the names of the two structures in the printed text; ``("first", "second")`` by default.
 
     Returns:
-        One :class:`Difference` for each position that differs; children of such a position are not compared. If the
-        list is empty, a program that was exported for the first structure accepts inputs of the second structure.
+        One :class:`Difference` for each position that differs; children of such a position are not compared. If no
+        position differs, a program that was exported for the first structure accepts inputs of the second structure.
 
     Raises:
         InvalidArgumentError: when ``names`` is not a pair.

@@ -37,8 +37,8 @@ class Unregistered:
     Attributes:
         path: key path of the object, as a Python expression.
         cls: class of the object.
-        tensors: number of tensors (and arrays of NumPy and JAX) in the object. A tensor that occurs twice in the object
-            counts once; if an object that torch does not flatten contains this object, such a tensor counts twice.
+        tensors: number of tensors (and arrays of NumPy and JAX) in the object. A tensor that occurs several times
+            counts once if the object is a leaf, and each time if the object is inside a leaf.
         nbytes: total size of the tensors in bytes.
         remedy: line of code that makes torch flatten the object.
         advice: a sentence that introduces ``remedy``, such as ``"Register it first"``.

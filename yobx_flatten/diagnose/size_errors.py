@@ -109,7 +109,7 @@ def _misfit(failure: Failure, found: re.Match[str]) -> Explanation | None:
 
 
 def fixed(pattern: str, text: str, line: str, *paths: str) -> Row:
-    """Return a regex of error messages, and a function that fills the groups of a match into the given texts."""
+    """Return a row that explains errors whose message matches ``pattern``; ``{0}`` in a text is its first group."""
 
     def explain(failure: Failure, found: re.Match[str]) -> Explanation:
         shown, remedy, *places = (part.format(*found.groups()) for part in (text, line, *paths))

@@ -302,11 +302,11 @@ def flush_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def opened_folder(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
-    """Yield a function that flushes a folder's list of file names to the disk, and needs no new file descriptor."""
+    """Open a folder, and yield a function that flushes the folder's list of file names to the disk."""
     if os.name == "nt":  # Windows opens no folders
         yield lambda: None
         return
-    number = os.open(folder, os.O_RDONLY)
+    number = os.open(folder, os.O_RDONLY)  # before files are moved: later there may be no free file descriptor
     try:
         yield functools.partial(os.fsync, number)
     finally:

@@ -155,7 +155,7 @@ def aot_compile(*args: Any, **kwargs: Any) -> Any:
 
 
 def cpp_kernels() -> type | None:
-    """Return inductor's class that writes loops of C++ kernels, to patch its bug; ``None`` if it is missing."""
+    """Return inductor's class that writes the loops of C++ kernels; ``None`` if this torch does not have the class."""
     return getattr(importlib.import_module("torch._inductor.codegen.cpp"), "CppKernelProxy", None)
 
 

@@ -1,4 +1,4 @@
-"""Make flatten functions for a class that declares its fields, and which is recognized by its attributes."""
+"""Make flatten functions for classes that declare their fields, such as dataclasses, attrs classes and mappings."""
 
 # class                                  children                       static part
 # pydantic model                         fields, extra values, private  fields with it in `json_schema_extra`, and
@@ -87,7 +87,7 @@ def _jax_functions(cls: Any) -> FlattenFunctions:
 def functions_of_jax(
     cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
 ) -> tuple[Flatten, FlattenWithKeys | None, Unflatten]:
-    """Convert JAX's functions to torch's argument order; ``flatten`` or ``flatten_with_keys`` may be ``None``."""
+    """Convert JAX functions to functions for torch; either ``flatten`` or ``flatten_with_keys`` may be ``None``."""
 
     def torch_flatten(obj: object) -> tuple[list[Any], Any]:
         children, static = flatten(obj)  # type: ignore[misc] # returned only if it is not None

@@ -1,7 +1,7 @@
 """Find the object that a file names as ``module:name``, without importing or calling code that the file chooses.
 
 Names are resolved only in imported modules, and in a fixed table of modules in which model libraries define caches,
-outputs and configurations. The object that a file names must have the expected type, and be defined under this name.
+outputs and configurations. An object of an unexpected type, or whose own name is not the name in the file, is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Convert the static part of a node (torch: *context*, JAX: *aux*) to JSON and back, without loss.
 
-A value that JSON would change, such as a tuple, is stored as a dict with the single key ``"!<kind>"``. Otherwise a
-loaded program would refuse its own inputs, whose spec would differ from the stored spec.
+A value that JSON would change, such as a tuple, is stored as a dict with the single key ``"!<kind>"``. If JSON
+changed static data, a loaded program would refuse its own inputs, whose spec would differ from the stored spec.
 """
 
 from __future__ import annotations

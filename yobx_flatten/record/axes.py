@@ -100,7 +100,7 @@ class _AxisReading:
                 self.axes.names[place] = "past"
 
     def group(self, name: str, sizes: _Sizes) -> str:
-        """Return the name of a known axis that has the same sizes (one per call), or a new name, such as ``n2``."""
+        """Return the name of a known axis with the given sizes (one per call), or a new name, such as ``n2``."""
         for numbered in itertools.chain([name], (f"{name}{number}" for number in itertools.count(2))):
             found = self.axes.sizes.get(numbered)
             if found is None or (_equal(found, sizes) and (len(found.keys() & sizes.keys()) > 1 or found == sizes)):
@@ -174,7 +174,7 @@ class _AxisReading:
                     self.axes.names[place] = fits[0]
 
     def describe(self) -> None:
-        """Write relations between sizes, and remarks about sizes that were not seen to vary."""
+        """Store relations such as ``total = past + new``, and remarks about sizes that have one value in all calls."""
         used = [name for name in self.axes.sizes if name in self.axes.names.values()]
         if "total" in used:
             self.axes.relations.append("total = past + new")

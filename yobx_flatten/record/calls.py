@@ -191,8 +191,8 @@ class RecordedCalls(Sequence[Call]):
     def example(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
         """Return the inputs of one recorded call, without :meth:`constants`, as example inputs for :meth:`module`.
 
-        A call with few dynamic sizes of 0 or 1, which ``torch.export`` treats as fixed, is preferred; then a call in
-        which few dynamic sizes are equal; then a small call. A batch of size 1 is repeated to size 2.
+        The chosen call has the fewest dynamic sizes of 0 or 1, which ``torch.export`` treats as fixed. Among several
+        such calls, the fewest equal dynamic sizes decide, then the size. A batch of size 1 is repeated to size 2.
 
         Args:
             phase: name of the phase, which can be omitted if all calls are in one phase.
@@ -349,7 +349,7 @@ def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
 
 
 def _alike(one: Call, other: Call) -> bool:
-    """Return whether one program serves both calls."""
+    """Return whether one exported program can run two given calls."""
     if one.kind != other.kind or one.snapshot.spec != other.snapshot.spec:
         return False
     for a, b in zip(one.facts(), other.facts(), strict=True):

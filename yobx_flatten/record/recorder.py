@@ -123,7 +123,7 @@ class _Recorder:
     taken: int = 0
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any] | None:
-        """Return a call before it runs, with copied inputs, and its cache; ``None`` if the call is not recorded."""
+        """Copy a call's inputs; return a :class:`Call` and its KV cache; ``None`` if the call is not recorded."""
         named = self.callee.bind(args, kwargs)
         if named is None:
             return None

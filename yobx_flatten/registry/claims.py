@@ -1,6 +1,6 @@
 """Store which ``with`` blocks need a class registered; after the last block, restore its earlier registration.
 
-A *library* is torch (three pytree tables), optree or JAX. The ``with`` blocks can end in any order.
+A *library* is torch (three pytree tables), optree or JAX. Two ``with`` blocks for one class can end in either order.
 """
 
 # claims on DynamicCache      registered      what happens
@@ -76,7 +76,7 @@ class Registry:
             return next((base for base in cls.__mro__[1:] if base in held), None)
 
     def libraries(self, backends: str | Iterable[str], function: str) -> tuple[str, ...]:
-        """Return the libraries that the argument ``backends`` names (``"all"``: each known library), and check it."""
+        """Return the libraries that ``backends`` names (``"all"``: all known); refuse an unknown or missing library."""
         names = (backends,) if isinstance(backends, str) else tuple(backends)
         unknown = [name for name in names if name != "all" and name not in self._libraries]
         if unknown or not names:

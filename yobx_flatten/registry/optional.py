@@ -251,7 +251,7 @@ class _Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Later:
-    """Static data from flatten functions of a class's second or later registration, and the registration's number."""
+    """Static data that JAX stores, with the index of the class's registration whose functions made the static data."""
 
     number: int
     static: Any

@@ -167,7 +167,7 @@ class TorchCpp:
     name = "torch_cpp"
 
     def read(self, cls: type) -> Any:
-        """Return a class's entry in optree, or the one that torch will add when it imports optree; else ``None``."""
+        """Return the entry of a class in optree, or torch's pending entry before optree is imported; else ``None``."""
         if not of_torch.cxx_pytree_exists():
             return None
         with NODE_REGISTRY_LOCK:
@@ -247,7 +247,7 @@ def register_again(found: Any) -> None:
 
 
 def replace(found: Any, namespace: str, cls: type, register: Callable[[], object]) -> None:
-    """Unregister a class, and call ``register``; if ``register`` fails, restore the former entry ``found``."""
+    """Replace optree's entry ``found`` of a class by a call of ``register``; if the call fails, restore the entry."""
     with order_kept(found):
         if found is not None:
             sys.modules["optree"].unregister_pytree_node(cls, namespace=namespace)
@@ -257,7 +257,7 @@ def replace(found: Any, namespace: str, cls: type, register: Callable[[], object
 
 @contextlib.contextmanager
 def order_kept(found: Any) -> Iterator[None]:
-    """Restore the order of optree's table of classes after the ``with`` block, in which a class may move to its end."""
+    """Restore the order of optree's table of classes after a ``with`` block that registers a class again."""
     table = _table()
     order = list(table) if found is not None else []
     try:

@@ -91,7 +91,7 @@ class OnnxRunner:
             return {name: from_value(value) for name, value in found.items()}
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether ``GroupQueryAttention`` refuses inputs: several rows with cached and several new tokens."""
+        """Return whether ``GroupQueryAttention`` refuses inputs: cached tokens, several rows and several new tokens."""
         if not self.shared:
             return False
         tokens = _tokens(inputs)

@@ -121,7 +121,7 @@ BEAMS = "beam_idx"
 
 
 class StateCache(InPlaceCache):
-    """A KV cache by input name, in state variables of an OpenVINO request; each call returns the remaining tensors."""
+    """A KV cache in state variables of an OpenVINO request; cache tensors without a variable are outputs of a call."""
 
     # request: an `openvino.InferRequest` that no other cache uses
 
@@ -159,8 +159,7 @@ class StateCache(InPlaceCache):
         self._write({name: leaf[:, :, :kept] for name, leaf in self.tensors().items()})
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select batch rows in the KV cache: now if the number of rows changes, else in the next call of OpenVINO."""
-        # rows: for each new row the index of an old row
+        # rows: for each new row the index of an old row. If their number is unchanged, the next call selects the rows
         if len(rows) == len(self.rows):
             self.rows = self.rows[rows]
             self.shapes = {name: (len(rows), *shape[1:]) for name, shape in self.shapes.items()}

@@ -175,7 +175,7 @@ def _alone(size: Size) -> str | None:
 
 
 def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
-    """Return, by name of each dynamic size, the first input that has an axis of this size, and the axis."""
+    """Return a dict from the name of each dynamic size to an input and the number of its axis that has the size."""
     found: dict[str, tuple[str, int]] = {}
     for name, _, sizes in signature.inputs:
         for axis, size in enumerate(sizes):

@@ -91,7 +91,7 @@ class MiniOnnxBuilder:
         self._put(name, "dict", dict(tensors))
 
     def to_onnx(self) -> Any:
-        """Return an ONNX model of the values, which :func:`create_input_tensors_from_onnx_model` reads as a dict."""
+        """Return the model; :func:`create_input_tensors_from_onnx_model` reads its values as a dict by output name."""
         structure = flatten_tree({name: value for name, (_, value) in self._entries.items()})
         check_size(sum(payload.nbytes for payload in structure.payloads), "MiniOnnxBuilder", "use save_nested")
         writer = OnnxWriter("MiniOnnxBuilder", opset=self._opset, ir_version=self._ir_version)
@@ -178,7 +178,7 @@ def create_input_tensors_from_onnx_model(
     Raises:
         StoredFileError: see :func:`load_nested`.
         NotRegisteredError: when a class in the file is not registered.
-        InvalidArgumentError: when the engine is not known.
+        InvalidArgumentError: when ``engine`` is not one of the three names above.
 
     >>> import torch
     >>> model = create_onnx_model_from_input_tensors([torch.arange(3), {"y": torch.ones(1)}])
@@ -254,7 +254,7 @@ class RunOutputs:
             raise DamagedFileError(f"The model has no output {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Copy an output's bytes to ``view``; if the graph has cast the output to float32, cast it back before."""
+        """Copy the bytes of an output to ``view``; undo the cast to float32 that the graph makes for some dtypes."""
         import numpy
 
         array = numpy.ascontiguousarray(self._outputs[record["name"]])

@@ -43,7 +43,7 @@ def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: 
     Raises:
         NotRegisteredError: when ``values`` contains an object of a class that is not registered.
         InvalidArgumentError: when a tensor has no plain data (sparse, nested, on the meta device, quantized), is of a
-            tensor subclass, or when an object contains itself. The error message shows code that converts the tensor.
+            tensor subclass, or when an object contains itself. For a refused tensor, the error shows how to convert it.
         StaticDataError: when static data or a leaf is of a type that cannot be stored.
         MissingDependencyError: when onnx is not installed.
 

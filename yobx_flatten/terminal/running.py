@@ -70,7 +70,7 @@ def run_app(
     expected: tuple[type[Exception], ...] = (FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Run a command, and return its exit status; ``context.obj`` of typer holds the words of the command line."""
+    """Run a command of a typer application, print its error as one line, and return its exit status."""
     with lasting_streams(), terminable():
         import typer
 
@@ -93,7 +93,7 @@ def run_app(
                 raise
 
         command.invoke = invoke_and_notice
-        words = [word for word in given if word != "--debug"]
+        words = [word for word in given if word != "--debug"]  # a command reads them as `context.obj`
         try:
             status = command.main(words, prog_name=program, standalone_mode=False, obj=words)
         except (Exception, KeyboardInterrupt) as error:
@@ -177,7 +177,7 @@ def explain_failure(
     expected: tuple[type[Exception], ...] = (FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Print the error that ended a command on stderr, and return the exit status of the command."""
+    """Print to stderr the error that ended a command, and return the exit status of the command."""
     # error: the text of a `KeyboardInterrupt` lists the files that were written before
     # expected: error classes with a complete message; other errors are shown with their class
     if debug:

@@ -81,7 +81,7 @@ class _Adapting:
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
 
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        """Adapt ``dynamic_shapes`` of a cache to ``recipe.flatten``; return unsupported structures unchanged."""
+        """Return ``dynamic_shapes`` with one entry per child of a cache; return ``shapes`` if their form is unknown."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]
@@ -154,7 +154,7 @@ def _varies(entry: DynamicShapes) -> bool:
 
 
 def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Convert ``dynamic_shapes`` of a cache, a list for keys and a list for values, to a dict by ``id`` of tensors."""
+    """Return a dict from the ``id`` of each cache tensor to its entry, given a list for keys and a list for values."""
     parts = list(shapes.values()) if isinstance(shapes, dict) else shapes
     if not isinstance(parts, (list, tuple)) or len(parts) != 2:
         return None
@@ -165,7 +165,6 @@ def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any]
 
 
 def _by_tensor(tensors: Sequence[torch.Tensor], entries: DynamicShapes) -> dict[int, Any] | None:
-    """Return the ``dynamic_shapes`` entries of tensors by ``id``; ``None`` if one does not fit."""
     if not isinstance(entries, (list, tuple)) or len(entries) != len(tensors) or not all(map(_fits, tensors, entries)):
         return None
     return dict(zip(map(id, tensors), entries, strict=True))
@@ -201,7 +200,7 @@ def spec_classes() -> types.ModuleType | None:
 
 
 def opened_spec(spec: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return the entries of a ``ShapesSpec`` or ``ParamsSpec`` by parameter name, and its assumptions about sizes."""
+    """Return entries by parameter name, and assumptions about sizes, of a ``ShapesSpec`` or ``ParamsSpec`` of torch."""
     classes, assumptions = spec_classes(), ()
     if classes is not None and isinstance(spec, classes.ShapesSpec):
         assumptions = tuple(one.node.expr for one in spec.assumptions)

@@ -65,7 +65,7 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_TypePromotionInterpreter.run_node``: if a node's value is known, only cast its inputs."""
+    """Wrap ``_TypePromotionInterpreter.run_node`` to only cast a node's inputs if the trace stored its output."""
     from ..private_names.of_torch import type_promotion_rule
 
     @functools.wraps(original)

@@ -181,8 +181,8 @@ def _place_along(x: OnnxValue, dim: int | None = None, keepdim: bool = False, *,
 
 
 def _up_to_each(x: OnnxValue, dim: int, empty: float) -> tuple[OnnxValue, OnnxValue, list[int]]:
-    """Repeat an axis of n values n times: copy ``i`` has the values up to position ``i``, and then ``empty``."""
-    # returns: `x` with the copies as its last two axes; the positions; the permutation that moves the last axis back
+    """Return each prefix of the values along an axis, padded with ``empty`` to the length of the axis."""
+    # returns: `x` with the prefixes as its last two axes; the positions; the permutation that moves the last axis back
     rank = len(x.shape)
     dim %= rank
     order = [axis for axis in range(rank) if axis != dim] + [dim]

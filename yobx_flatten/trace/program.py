@@ -328,7 +328,7 @@ def _follows(expression: sympy.Basic, stated: Collection[sympy.Basic], ranges: M
 
 
 def _in_order(extreme: sympy.Expr) -> sympy.Expr:
-    """Return the argument that equals a ``Min`` or ``Max`` for all values of its symbols, or the ``Min`` or ``Max``."""
+    """Simplify a ``Min`` or ``Max`` to one argument if this argument is the smallest or largest for all sizes."""
     for one in extreme.args:
         differences = [sympy.expand(other - one) for other in extreme.args]
         if all(d.is_nonnegative if isinstance(extreme, Min) else d.is_nonpositive for d in differences):

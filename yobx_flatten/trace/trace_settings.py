@@ -24,7 +24,7 @@ _STEPS = DispatchKey.CompositeImplicitAutograd
 
 
 class _PlainAttention:
-    """Context manager in which a traced ``scaled_dot_product_attention`` has the output strides of its math kernel."""
+    """Context manager in which traces use torch's math kernel for ``scaled_dot_product_attention``."""
 
     # The attention stays one operator, but a `contiguous` after it is dropped if the strides of the CPU's fused kernel
     # make it redundant. The ONNX exporter then cannot view the result ("Cannot view a tensor with shape", T5 and AFMoE
@@ -69,7 +69,7 @@ class _PlainAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Compute only the output size of attention in a thread that traces, and do not run its operators."""
+        """In a trace, return a tensor of attention's output size, without running the operators of attention."""
         # torch runs the twenty operators of the attention on fake tensors. With dynamic sizes this takes two fifths of
         # a trace of Llama. The conditions of these operators on the sizes are also checked here, so that the program
         # has the same guards. Unusual arguments, calls that need gradients, and traces that record operators run the
@@ -160,7 +160,7 @@ class TraceSupport:
         return kwargs
 
     def prepare(self, tree: PyTree) -> PyTree:
-        """Return example inputs with KV caches in the form that a trace needs."""
+        """Return example inputs; replace KV caches whose tensor sizes or strides the trace would fix."""
         return tree
 
     def traceable(self) -> contextlib.AbstractContextManager[None]:

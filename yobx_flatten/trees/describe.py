@@ -91,7 +91,7 @@ def string_type(
 
 @dataclasses.dataclass
 class _Writer:
-    """The options of one :func:`string_type` call, and the ids of enclosing objects, with which it finds cycles."""
+    """The options of one :func:`string_type` call, and the ids of the objects that enclose the current object."""
 
     shape: bool
     values: bool

@@ -67,7 +67,7 @@ def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: 
 
 
 def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return the entries of a ``ShapesSpec`` or ``ParamsSpec`` by input name, and its assumptions about sizes."""
+    """Return entries by input name, and assumptions about sizes, of a ``ShapesSpec`` or ``ParamsSpec`` of torch."""
     # shapes: a `ShapesSpec`, a `ParamsSpec`, or a dict of the same form; any other value is returned unchanged. The
     # entries `"*args"` and `"**kwargs"` are replaced by entries with the names of the inputs.
     shapes, assumptions = opened_spec(shapes)

@@ -30,8 +30,8 @@ def dynamic_shapes(
         inputs: a tuple of positional arguments or a dict of keyword arguments, nested to any depth: tensors, numbers,
             containers, caches, registered classes.
         overrides: entries that replace the generated entries, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
-            ``{"cache.key_0": {2: Dim.DYNAMIC}}`` (a cache may have any name that transformers uses for caches); the
-            entry ``None`` fixes all sizes below the path. No overrides by default.
+            ``{"cache.key_0": {2: Dim.DYNAMIC}}``. The entry ``None`` fixes all sizes below the path. A path to
+            the KV cache may begin with any name that transformers uses for caches. No overrides by default.
         bounds: the largest ``"batch"`` and ``"length"`` (in tokens), for runtimes that plan their memory:
             ``{"batch": 8, "length": 2048}``. Outside of caches, the batch is axis 0 and the length is axis 1. No bounds
             by default.
@@ -82,8 +82,8 @@ def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: Dynamic
         shape_of_one: the entry for every key and value tensor, such as ``{0: "batch", 2: "length"}``.
 
     Returns:
-        A list of ``shape_of_one`` for keys and values, ``None`` for counter tensors, ``Dim.AUTO`` for integer counters.
-        For an ``EncoderDecoderCache``, the result is a list of two lists.
+        A list with one entry per child of the cache: ``shape_of_one`` for a key or value tensor, ``None`` for a counter
+        tensor, ``Dim.AUTO`` for an integer counter. For an ``EncoderDecoderCache``, the result is a list of two lists.
 
     Raises:
         DynamicShapesError: when ``cache`` is not a cache.
@@ -200,7 +200,7 @@ def _write(
 
 
 def same_container(obj: Any, node: Node, below: list[Any]) -> DynamicShapes:
-    """Combine the ``dynamic_shapes`` of an object's children in the container that ``torch.export`` expects for it."""
+    """Put the ``dynamic_shapes`` of an object's children into a container of the type that ``torch.export`` expects."""
     kind = builtin_kind(obj, node)
     if kind is None or kind is list:
         return below

@@ -102,7 +102,7 @@ class Leaf(NamedTuple):
         path: key path of the leaf, as a Python expression.
         value: the leaf itself, such as a tensor or a number.
         axes: names of the dynamic axes (``{0: "batch", 2: "length"}``), if the registration of its parent's class
-            states the axes; else ``None``. An axis that is not listed is fixed: ``{}`` is a tensor of fixed shape.
+            states the axes; else ``None``. All other axes of the leaf are fixed: ``{}`` is a tensor of fixed shape.
     """
 
     path: str
@@ -257,11 +257,11 @@ def plain_names(tree: PyTree) -> list[str]:
 
 
 def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Match the names of a graph's inputs or outputs with leaves; return the leaf's position by name.
+    """Return a dict from names of a graph's inputs or outputs to the positions of the leaves with these names.
 
     Names are compared exactly and, if none is equal, in lower case with underscores for all characters except letters
-    and digits. If no name matches (``torch.onnx.export`` names outputs ``linear_14``), or the remaining leaves have no
-    names (entries of a tuple), leaves are matched by order.
+    and digits. Leaves are matched by order if no name matches (``torch.onnx.export`` names outputs ``linear_14``), or
+    if the remaining leaves have no names (entries of a tuple).
 
     >>> match(["x", "cache_key_0"], [["past_key_values.0.key", "cache.key_0"], ["x"]])
     {'x': 1, 'cache_key_0': 0}

@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 def place_of(name: str, *, flat: int = 2) -> Place | None:
-    """Return the :class:`Place` of a KV cache tensor, from the name of an input or output; ``None`` for other names.
+    """Parse the name of a KV cache input or output: layer, decoder or encoder, key or value; ``None`` for other names.
 
     >>> place_of("past_key_values.3.decoder.key"), place_of("present_2"), place_of("input_ids")
     (Place(layer=3, side='decoder', kind='key'), Place(layer=1, side='decoder', kind='key'), None)
@@ -260,7 +260,7 @@ def fitting(
     stated: Mapping[str, str],
     counted: Sequence[str] = (),
 ) -> Call | None:
-    """Return how to compare a file with ``module`` on test cases; ``None`` if file and cases have different inputs."""
+    """Return a :class:`Call` that fits file and test cases to each other; ``None`` if they have different inputs."""
     # counted: inputs that the file computes from other inputs
     inputs = _arguments(module, cases[0])
     names, given = leaf_names(inputs), pytree.tree_leaves(inputs)
@@ -377,6 +377,6 @@ def _empty_cache(piece: Piece) -> list[Case]:
 
 
 def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) -> list[Case]:
-    """Return ``cases`` with an argument named ``name`` that has the value of the argument ``reads`` in ``others``."""
+    """Copy into each case, as argument ``name``, the argument ``reads`` of the corresponding case in ``others``."""
     pairs = zip(cases, others, strict=True)
     return [dataclasses.replace(one, kwargs={**one.kwargs, name: other.kwargs[reads]}) for one, other in pairs]

@@ -53,7 +53,7 @@ class VerifiedFile:
         call: the call of the model that the file implements, such as a prefill; ``""`` if no call was found.
         report: the comparisons for all test inputs; ``None`` if no call of the model was found.
         why_not: the reason why nothing was compared; ``""`` if the file was compared.
-        names: a dict from input and output names in the file to the names that files of this package have.
+        names: a dict from each input or output name of the file to the name that ``export_folder`` uses.
         not_compared: outputs of the file that the model does not return.
         first: the first node of a wrong ONNX file whose output differs from a correct export; ``None`` if unknown.
     """

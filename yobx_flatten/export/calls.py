@@ -154,9 +154,10 @@ def export_program(
         steps: number of calls per test case, 3 by default; each call gets the cache that the previous call returned.
         tolerance: largest absolute difference to the module's outputs. The default tolerance is 1e-4; for weights in
             half precision, five times the rounding error of the module, measured on the same test case.
-        proof: what is compared with the module: ``"full"`` compares program and file on all test cases; ``"standard"``
-            compares a file, but not its program; ``"sample"`` compares the example and the largest test case, two calls
-            each; ``"none"`` compares nothing, as the report states. ``proof="auto"``, the default, compares as with
+        proof: which outputs are compared with the module's outputs. ``proof="full"`` compares the outputs of program
+            and file on all test cases. ``proof="standard"`` compares only the outputs of the file, or of the program if
+            no file is written. ``proof="sample"`` compares only two calls of the example and of the largest test case.
+            ``proof="none"`` compares nothing, as the report states. ``proof="auto"``, the default, compares as with
             ``"full"`` for weights of less than 100 MB, ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
         loop: whether each call gets the cache of the previous call; ``True`` by default. With ``loop=True``, the
             program also returns the arguments that ``forward`` changes but does not return, such as an extended cache.

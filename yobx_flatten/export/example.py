@@ -304,7 +304,7 @@ def sizes_of(
 def _replaced(
     example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
 ) -> Example:
-    """Return the example with axes of size 0 or 1 enlarged; if the model refuses such inputs, only set ``why_not``."""
+    """Return the example with axes of size 0 or 1 enlarged, or with the reason why the model refuses larger axes."""
     from ..huggingface.cases import DecodeSizes
 
     module = example.module
@@ -419,7 +419,7 @@ def varying_axes(example: Example) -> set[Axis]:
 
 
 def rows_of(example: Example) -> set[tuple[str, int]]:
-    """Return the batch axis of each input tensor: its first axis with the size of axis 0 of the first tensor."""
+    """Return the batch axis of each input tensor, found by the batch size (axis 0 of the first input tensor)."""
     tensors = {name: leaf for name, leaf in example.leaves.items() if isinstance(leaf, torch.Tensor) and leaf.ndim}
     rows = next((leaf.shape[0] for leaf in tensors.values()), None)
     return {(name, leaf.shape.index(rows)) for name, leaf in tensors.items() if rows in leaf.shape}

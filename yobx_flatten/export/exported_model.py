@@ -126,8 +126,8 @@ class ExportedModel:
     def to_transformers(self) -> Any:
         """Return the program as an object of ``transformers.exporters``, which can call, save and load programs.
 
-        Use the object inside ``register_flattening_functions``, whose functions write and read caches. Outside of this
-        context manager, transformers registers its own functions for caches permanently.
+        Use the object inside ``register_flattening_functions``, so that this package flattens its caches. Outside of
+        ``register_flattening_functions``, transformers permanently registers its own flattening functions for caches.
 
         Returns:
             A ``transformers.exporters.ExportedModel`` with this program as its only component, ``"model"``, and the
@@ -194,7 +194,8 @@ class ExportedModel:
         Args:
             path: the file to write, with the suffix ``.pt2``. The file is created only if its outputs are right.
             cache: with ``cache="returned"``, the package takes and returns keys and values. With ``cache="in_place"``,
-                the default, the package writes keys and values into buffers, if outputs are then right.
+                the default, the package writes keys and values into buffers. If ``cache="in_place"`` fails or gives
+                wrong outputs, ``cache="returned"`` is used.
 
         Returns:
             The report of the comparison with the module: one result per test case.

@@ -71,11 +71,11 @@ class Quantization:
         calibration: a text, int64 of shape (texts, length), without padding, for rounding with error feedback (GPTQ):
             each weight compensates rounding errors of earlier weights, by the correlation of their inputs in the text.
             ``calibration=None``, the default, uses ``tokens``; without any text, weights are rounded to nearest.
-        activations: precision of the activations that are multiplied with quantized weights. ``"int8"`` quantizes the
-            activations in blocks. ``"split"`` quantizes small activations, and multiplies large activations separately,
-            in float or in 8 bits. ``"float"`` does not quantize activations, and needs up to twice the time per token.
-            ``"token"``, the fastest for encoders, has one scale for each token and one for each output of a matrix, and
-            requires ``weights="int8"`` and a float32 module. ``activations="auto"``, the default, tries
+        activations: precision of the activations that are multiplied with quantized weights. ``activations="int8"``
+            quantizes blocks of activations. ``"split"`` quantizes small activations, and multiplies large activations
+            separately, in float or in 8 bits. ``"float"`` does not quantize activations, and needs up to twice the time
+            per token. ``"token"``, the fastest for encoders, has one scale for each token and one for each output of a
+            matrix, and requires ``weights="int8"`` and a float32 module. ``activations="auto"``, the default, tries
             ``"token"`` (for an encoder with a ``calibration`` text), ``"int8"``, ``"split"`` and ``"float"``, in this
             order, and chooses the first precision that is accurate enough.
 
@@ -303,7 +303,7 @@ def read_by_model(
 def from_the_start(
     feeds: Mapping[str, torch.Tensor], slots: Sequence[CacheSlot], tokens: torch.Tensor
 ) -> dict[str, torch.Tensor] | None:
-    """Return inputs of a call with all tokens and an empty KV cache; ``None`` if the file has further inputs."""
+    """Return inputs of a call with all tokens and an empty KV cache; ``None`` if the file has inputs of other kinds."""
     # feeds: inputs by name, with the first token in the cache
     if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
         return dict(feeds)
@@ -408,7 +408,7 @@ class Role:
 
 
 class Budget:
-    """Finds how many bits each role (similar weight matrices) needs for the allowed perplexity ratio."""
+    """Chooses the bits of each role (group of similar weight matrices), so that the perplexity is low enough."""
 
     def __init__(self, roles: Mapping[str, Role], bits: int, measure: Callable[[Bits], Quality]) -> None:
         self._roles, self._first, self._measure = roles, bits, measure
@@ -441,7 +441,7 @@ class Budget:
 
     @classmethod
     def first(cls, roles: Mapping[str, Role], bits: int) -> dict[str, int]:
-        """Return the bits to try first per group of matrices: more for the LM head if no weight is then rounded."""
+        """Return the bits to try first by role; the LM head gets more bits if all weights are then stored exactly."""
         found = dict.fromkeys(roles, bits)
         wide = found | cls._wide_heads(roles, bits)
         return wide if cls.is_exact(wide, roles) else found

@@ -114,7 +114,7 @@ def prove(
     only_fitting: bool = False,
     runs: bool = True,
 ) -> Source:
-    """Compare a program with the module; return all that is needed to write the program's files."""
+    """Compare a program with the module on test cases; return a ``Source``, from which files are written."""
     # called inside `register_flattening_functions`
     # only_fitting: whether generated cases whose sizes the program refuses are left out
     # runs: whether the program is replayed, in addition to a file

@@ -1,12 +1,9 @@
-"""Assert the relations between sizes from ``dynamic_shapes`` in the trace, so that programs and files check them.
+"""Assert the relations between sizes from ``dynamic_shapes`` in the trace, so that programs and files check them."""
 
-.. code-block:: text
-
-    ShapesSpec({"x": TensorSpec([B, STATIC]), "y": TensorSpec([B * 2, STATIC])}, assumptions=[B % 2 == 0])
-
-    forward, while it is traced:    torch._check(y.shape[0] == 2 * x.shape[0])
-                                    torch._check(x.shape[0] % 2 == 0)
-"""
+# ShapesSpec({"x": TensorSpec([B, STATIC]), "y": TensorSpec([B * 2, STATIC])}, assumptions=[B % 2 == 0])
+#
+# forward, while it is traced:    torch._check(y.shape[0] == 2 * x.shape[0])
+#                                 torch._check(x.shape[0] % 2 == 0)
 
 from __future__ import annotations
 
@@ -251,7 +248,7 @@ def asserts_values(program: ExportedProgram, names: Sequence[str]) -> bool:
 
 
 def sizes_by_input(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], Any]:
-    """Return the axes of inputs whose size is a single symbol, with the size."""
+    """Return the dynamic size of each input axis, by input name and axis; sizes that are expressions are left out."""
     found: dict[tuple[str, int], Any] = {}
     for name, value in zip(names, traced_inputs(program), strict=True):
         axes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()

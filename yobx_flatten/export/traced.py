@@ -300,7 +300,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
 
 
 def _in_graph(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
-    """Split the names of inputs (or outputs): the names in the graph, and the values of constants by name."""
+    """Return the names of inputs (or outputs) that are in the graph, and the values of constant inputs by name."""
     if len(names) != len(arguments):
         raise FlattenError(f"The program's signature has {len(arguments)} entries for {len(names)} leaves: {names}.")
     rows = zip(names, arguments, strict=True)

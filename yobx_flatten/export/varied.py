@@ -281,7 +281,7 @@ def _places(like: torch.Tensor) -> torch.Tensor:
 
 
 def _cycled(values: Sequence[float], like: torch.Tensor, number: int) -> torch.Tensor:
-    """Fill a tensor with ``values`` in turn, each repeated ``len(values) ** number`` times (once in a small tensor)."""
+    """Fill a tensor with ``values`` in a cycle; a higher ``number`` repeats each value more often in a large tensor."""
     places = _places(like) // len(values) ** number if like.numel() > len(values) ** number else _places(like)
     return torch.tensor(values, dtype=like.dtype, device=like.device)[places % len(values)]
 

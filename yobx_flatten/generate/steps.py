@@ -342,7 +342,7 @@ def check_given(named: Mapping[str, Any]) -> None:
 
 
 def _conversion(name: str, value: Any) -> str:
-    """Return a line of code that converts ``value`` to token ids; an empty string if no conversion is known."""
+    """Return advice for an error message: how to convert ``value`` to token ids; ``""`` if no conversion is known."""
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, (list, tuple)) and texts and all(isinstance(one, str) for one in texts):
         return " Read a text with the tokenizer of the model:\n    tokenizer(\"...\", return_tensors='pt').input_ids"

@@ -29,8 +29,8 @@ def make_dynamic_cache(
             ``{"sliding_window": 8}``. By default, the sliding window is the length of the keys.
 
     Returns:
-        The cache. The token count of each sliding layer is the number of keys in a full layer of the cache, or, if all
-        layers slide, the number of keys in the layer.
+        The cache. The token count of each sliding layer is the number of keys in the first ``DynamicLayer``, or, if the
+        cache has no ``DynamicLayer``, the number of keys in the sliding layer itself.
 
     Raises:
         CacheStructureError: when the arguments do not fit each other.

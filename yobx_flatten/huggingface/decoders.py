@@ -1,7 +1,7 @@
 """Wrap decoders to take the inputs that generation tools pass, and find the text length at which rotary angles change.
 
-A decoder is wrapped if its KV cache has only sliding layers, or only recurrent states. Tokens seen are the length of
-the mask minus the number of new tokens.
+A decoder is wrapped if its KV cache has only sliding layers, or only recurrent states. The number of tokens that the
+cache has seen is the length of the attention mask minus the number of new tokens.
 """
 
 # the model     input_ids, attention_mask, position_ids, DynamicCache: keys, values, how many tokens were seen
@@ -242,7 +242,7 @@ def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
 
 
 def _reads(model: TransformersModel, length: int) -> str:
-    """Return whether ``generate`` passes ``"all"`` tokens or ``"the next"`` one if the KV cache lacks only the last."""
+    """Return which tokens ``generate`` passes if only the last token is not cached: ``"all"`` or ``"the next"``."""
     from transformers import GenerationMixin
     from transformers.cache_utils import DynamicCache
 

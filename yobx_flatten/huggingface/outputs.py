@@ -5,9 +5,10 @@ A flattened ``ModelOutput`` omits fields that are ``None``; in a plain dataclass
 has ``is_fast == False`` and cannot map tokens to words. Numbers and texts in a ``BatchFeature`` are leaves.
 
 transformers registers each ``ModelOutput`` class only once, when the class is created, and would not restore a removed
-registration. This package keeps a registration that contains the names of the fields. transformers before 5.17
-registers no field names, so :mod:`.support` adds them inside the ``with`` block. For these versions, this package
-registers only ``BaseModelOutput``, because a new process could not load a program with any other output class.
+registration. So this package does not replace a registration that contains the names of the fields. For transformers
+before 5.17, which registers no field names, :mod:`.support` adds the names inside ``register_flattening_functions``.
+Before transformers 5.17, this package registers only the output class ``BaseModelOutput``, because a new process could
+not load a program with any other output class.
 """
 
 # class                 children                 keys                     static

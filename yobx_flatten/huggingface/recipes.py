@@ -123,7 +123,6 @@ def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
 
 
 def _is_plain_cache(cls: type) -> bool:
-    """Return whether a class is a cache that does not derive from ``Cache``: its name ends with ``Cache``."""
     if not cls.__name__.endswith("Cache") or inspect.isabstract(cls):
         return False
     bases = {base.__name__ for base in cls.__mro__}

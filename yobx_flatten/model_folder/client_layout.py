@@ -214,7 +214,7 @@ def _merged(first_model: ir.Model, later_model: ir.Model, weights: Sequence[ir.V
 
 
 def _free(value: ir.Value) -> ir.Shape | None:
-    """Return a shape with new names for dynamic axes, since the graphs to merge have different names for the axes."""
+    """Return a value's shape with new axis names, because the merged graphs have different names for the same axis."""
     import onnx_ir as ir
 
     if value.shape is None:

@@ -184,8 +184,8 @@ def add_adapter(
     """Add a LoRA adapter to an exported folder, and check that its files compute the same values as PEFT.
 
     Args:
-        folder: a folder that ``export_folder(..., adapters=...)`` wrote. The new adapter can change only layers
-            that one of these adapters changes; if ``adapters={}`` was passed, it can change all linear layers.
+        folder: a folder that ``export_folder(..., adapters=...)`` wrote. The new adapter can change only layers that an
+            adapter of the export changes; after ``adapters={}``, the new adapter can change all linear layers.
         name: name of the adapter, which selects it in ``generate(adapter=NAME)``.
         adapter: the folder of the adapter, which PEFT wrote.
         model: the model that the folder was exported from, or the model's name; by default the adapter's base model.

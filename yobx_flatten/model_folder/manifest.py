@@ -50,11 +50,11 @@ class FolderManifest:
         runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
             ``"openvino"``.
         sha256: SHA-256 digests of the files by name; empty if ``runtime`` is ``"onnxruntime"`` or ``"torch"``.
-        rereads_at_switch: for a model whose rotary angles change at a text length (longrope, dynamic), whether
-            ``model.generate`` recomputes the whole text there; ``None`` for other models, or if unknown.
+        rereads_at_switch: whether ``model.generate`` recomputes the whole KV cache at the text length at which the
+            rotary angles of the model change (longrope, dynamic); ``None`` if they never change, or if unknown.
         positions: size of the model's table of position embeddings, in tokens; ``None`` if it has no such table.
         tolerances: the difference that rounding to ``dtype`` can cause, by file and output; see :func:`export_onnx`.
-            :func:`verify_folder` allows this difference, but at most a share of the output's range.
+            :func:`verify_folder` allows the stored difference up to a limit, which depends on the output's range.
         adapters: the LoRA adapters with which the exported files were checked, by name.
     """
 

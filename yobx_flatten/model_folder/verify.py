@@ -96,7 +96,7 @@ class FolderReport(Report):
         return self.manifest.tolerance
 
     def differences(self) -> Iterator[float]:
-        """Yield the largest difference of each test case, except test cases that generate with all files."""
+        """Yield the largest difference of each test case of a single file; test cases of ``generate`` are left out."""
         return (check.difference for check in self.checks if check.file != "generate")
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
@@ -338,7 +338,7 @@ class TokenCount:
 
     @property
     def ok(self) -> bool:
-        """Whether rounding of scores explains all different tokens; if quantized, whether enough tokens are equal."""
+        """Whether rounding explains all tokens that differ; for a quantized file, whether enough tokens are equal."""
         if self.agreed is None or self.allowed is None:
             return self.different == self.excused
         return self.agreed >= self.allowed

@@ -109,7 +109,8 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     The folder is created only if every check passes. The guide lists :ref:`each argument <arguments-of-export-folder>`.
 
     Args:
-        model, source: a model in evaluation mode, or its name; the folder of its tokenizer (default: the model's).
+        model: a model in evaluation mode, or the name of a model.
+        source: the folder with the tokenizer; by default the folder of the model.
         folder, overwrite: the folder to write, and whether to replace its contents.
         task: the task of the files, see :data:`TASKS`; ``"auto"`` for the task of the model.
         to, target: the format of the files, and the runtime that checks them; by default ONNX and onnxruntime.

@@ -286,7 +286,7 @@ _TINY = 1e-30  # added to the largest value of a block, by which its scale is co
 
 
 class Products:
-    """Replaces matrix products of a graph by ``MatMulNBits``; the sums of input blocks are computed once per input."""
+    """Replaces matrix products of a graph by ``MatMulNBits``; products share the nodes that prepare a common input."""
 
     def __init__(self, graph: Any, splits: InputSplits) -> None:
         self._graph = graph  # the main graph, which stores the matrices
@@ -340,7 +340,7 @@ class Products:
         replace_product(node, product, made)
 
     def _in_two(self, made: Nodes, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> ir.Value:
-        """Return two addends of ``x``, such as small values and the rest of large values, concatenated on axis 0."""
+        """Return two tensors whose sum is ``x`` (rounded or clipped values, and the rest), concatenated on axis 0."""
         key, split, kept = (graph, x, stored.block_size), self._splits.get(str(x.name)), [0] * (rank - 1)
         if key in self._rows:
             return self._rows[key]

@@ -107,7 +107,7 @@ class FileQuantizer:
         return quality
 
     def _is_by_token(self) -> bool:
-        """Return whether the file is a text encoder with float32 weights, and int8 would round all of its matrices."""
+        """Return whether the file is a text encoder in float32, and int8 would round the weights in every matrix."""
         if not self.source.cases or not reads_once(self.source.example.kwargs):
             return False
         weights = [weight for _, weight in products_of(ir.load(self.file.path), self.quantization.block_size)]

@@ -1,7 +1,7 @@
 """Quantize a matrix with error feedback (GPTQ, Frantar et al. 2022): weights compensate the errors of earlier weights.
 
-Correlations between inputs are measured as second moments on a calibration text. onnxruntime's ``gptq`` is not used,
-because it returns weights without scales, and a second rounding to other scales loses most of the gain.
+The correlations between the inputs of the matrix are measured on a calibration text. onnxruntime's ``gptq`` is not
+used: it returns weights without scales, and rounding such weights to other scales would lose most of its advantage.
 """
 
 # input 0   rounded ── its error, times its correlation with each later input ──┐
@@ -132,7 +132,7 @@ def round_with_feedback(
 
 
 def _following(moments: torch.Tensor) -> torch.Tensor:
-    """Return an upper triangular matrix: row i has the factors by which later inputs compensate errors of input i."""
+    """Return the upper triangular matrix of GPTQ: row i gives the changes of later weights for an error of weight i."""
     if not moments.isfinite().all():
         return torch.eye(len(moments))  # rounds weights to nearest
     damping = float(_DAMPING * moments.diagonal().mean()) or 1.0
@@ -193,7 +193,7 @@ def round_by_text(file: UnprovenFile, quantization: Quantization, source: Source
 
 
 def _read_in_blocks(file: UnprovenFile, block_size: int) -> Iterator[tuple[Any, int, tuple[Any, bool]]]:
-    """Yield inputs of products that are complete blocks and can be outputs of the file, with size and weight."""
+    """Yield (input, input size, weight) of products outside of loops whose input size is a multiple of the block."""
     model = ir.load(file.path)
     for node, (value, transposed) in products_of(model, block_size):
         x, size = node.inputs[0], int(value.const_value.shape[1 if transposed else 0])
@@ -260,7 +260,7 @@ def input_moments(
 def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Run a file on each call; yield the intermediate values named in ``sizes`` as float32 tensors (tokens, size)."""
+    """Run a file on each call; yield each value whose name is in ``sizes`` as a float32 matrix with a row per token."""
     model = ir.load(file.path)
     held = {output.name for output in model.graph.outputs}
     made = {output.name: output for node in model.graph for output in node.outputs if output.name in sizes}

@@ -210,7 +210,7 @@ def _sample(matrix: Floats, size: int) -> Floats:
 
 
 def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | None:
-    """Represent each block of a matrix as integers and a scale with ``form``; ``None`` if it fails for a block."""
+    """Represent each block of a matrix as integers and a scale with ``form``; ``None`` if a block has no such scale."""
     blocks, made = matrix.reshape(-1, size), []
     for start in range(0, len(blocks), _CHUNK):
         parts = form(blocks[start : start + _CHUNK], bits)
@@ -235,7 +235,7 @@ def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | No
 
 
 def _allowed(blocks: Floats) -> Floats:
-    """Return how far rounding can move a weight that was computed as integer times scale plus offset, by block."""
+    """Return for each block the largest rounding error of a weight computed as integer times scale plus offset."""
     last = 2.0**-10 if blocks.dtype == numpy.float16 else 2.0**-21
     largest: Floats = numpy.abs(blocks).max(1).astype(numpy.float64)
     return last * largest
@@ -271,7 +271,7 @@ def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
 def _search(
     blocks: Floats, extent: Floats, counts: Iterable[int], *, within: tuple[int, int], start: Floats | None = None
 ) -> tuple[Floats, Floats] | None:
-    """Find for each block a scale, ``extent`` divided by one of ``counts``, of which all weights are multiples."""
+    """Try the scales ``extent / count`` for each block, until all weights of the block are multiples of the scale."""
     above = blocks.astype(numpy.float64)
     if start is not None:
         above -= start[:, None]

@@ -125,7 +125,7 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 class EagerRuns:
     """Runs test cases with the eager module; caches small outputs, with which several files are compared.
 
-    Outputs are cached by the ``id`` of a test case. For another LoRA adapter, pass copies of the test cases.
+    Outputs are cached by the ``id`` of a test case, so another LoRA adapter needs copies of the test cases.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -308,7 +308,7 @@ def note_on_lost(lost: Mapping[str, str]) -> list[str]:
 
 
 def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
-    """Return ``kwargs`` with changed values from ``outputs`` for the next call; ``None`` if names or shapes differ."""
+    """Return ``kwargs`` with the tensors that the last call changed; ``None`` if a name or a shape is not as before."""
     left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
     leaves, spec = pytree.tree_flatten(dict(kwargs))
     names = [_after_present(name) for name in leaf_names(dict(kwargs))]

@@ -30,8 +30,9 @@ class ExportReport(Report):
         input_names: names of the program's inputs, in order.
         output_names: names of the program's outputs, in order.
         seconds: duration of each step of the export, in seconds, by name of the step. ``"trace"`` is the time in
-            ``torch.export``, ``"replay"`` the time of all test calls of module, program and file. ONNX files also
-            have ``"convert"``, ``"save"`` and ``"load"``; the first file of a folder has steps such as ``"verify"``.
+            ``torch.export``, ``"replay"`` the time of all test calls of module, program and file. An ONNX export
+            also has the steps ``"convert"``, ``"save"`` and ``"load"``. The report on the first file of a folder also
+            has steps for the whole folder, such as ``"verify"``.
         runtime: library for the file of ``to_executorch``, ``to_openvino`` or ``to_aotinductor``; ``""`` without file.
         file_bytes: size in bytes of the file for ``runtime``, including separate weights; ``None`` without a file.
         planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, without the weights, in bytes;
@@ -45,7 +46,7 @@ class ExportReport(Report):
         processor_seconds: CPU time of each step of the export, in seconds, by name of the step.
         peak_growth: growth of the peak memory of the process in each step, in bytes, by name of the step.
         remarks: notes on what the comparison did not check, with reasons.
-        yardstick: an object that measures rounding errors of the weights' dtype, which are the allowed differences;
+        yardstick: an object that measures the allowed difference of each output, from rounding to the weights' dtype;
             ``None`` if ``tolerance`` is the limit for all outputs.
         in_place: names of cache inputs that the runtime updates in place; empty if calls return the entire cache.
         quality: differences between the quantized file and the model; ``None`` without quantized weights, or if nothing

@@ -195,7 +195,7 @@ def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[s
 
 
 def _call_without(empty: str, given: Mapping[str, int], signature: Signature, example: _Shapes) -> _Shapes | None:
-    """Return input shapes with one size of 0 that the signature accepts; ``None`` if it accepts no such shapes."""
+    """Return input shapes that have one size of 0 and fit the program's signature; ``None`` if no such shapes fit."""
     sizes = {**given, empty: 0}
     likely = {first + sign * second for first in sizes.values() for second in sizes.values() for sign in (1, -1)}
     others = [{name: other} for name in sizes if name != empty for other in sorted(likely) if other > 0]

@@ -1,8 +1,9 @@
 """Make ExecuTorch programs write keys and values into the caller's buffers, and compute attention on the buffers.
 
 ExecuTorch has no views of slices of a tensor. ExecuTorch's operator ``llama::sdpa_with_kv_cache`` updates the cache and
-computes attention without a copy. The operator takes one mask for a whole batch, so programs with buffers accept only
-batch size 1. The batch axis of ``llama::sdpa_with_kv_cache`` contains the key heads of one text instead of a batch.
+computes attention without a copy. A program with cache buffers accepts only batch size 1, because ExecuTorch's
+attention takes one mask for a whole batch. The batch axis of ``llama::sdpa_with_kv_cache`` contains the key heads of
+one text instead of a batch.
 """
 
 # before:  past ──> cat ──> present
@@ -31,7 +32,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def _operator() -> Any:
-    """Define a stand-in for ExecuTorch's attention without writes: ``torch.export`` would return written buffers."""
+    """Define an attention operator for traces; it writes no buffers, which ``torch.export`` would make outputs."""
     library = torch.library.Library("yobx_flatten", "FRAGMENT")
     library.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "
@@ -167,7 +168,7 @@ def _attend(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Compute attention for batch size 1; query heads with the same key head are passed as further tokens."""
+    """Compute attention for batch size 1; the token axis of the operator has all query heads that share a key head."""
     (_, heads, new, size), shared = query.shape, keys.shape[0]
     query = query.reshape(shared, heads // shared * new, 1, size)
     key, value = (one.reshape(shared, new, 1, size) for one in (key, value))

@@ -2,9 +2,9 @@
 
 The static part of a cache is the list of its leaves' names: ``key_0, value_0, key_1, ...`` if all layers are
 ``DynamicLayer``, else with a code for the layer class (:mod:`.layers`): ``key_D_0, key_W8_1, ...``. The name
-``none_W8_1`` stands for layer 1 with a sliding window of 8, before it has keys. The leaf names do not contain the
-number of tokens seen, which is the number of keys of a full layer. A cache that has sliding layers and no full layer
-gets another leaf with this number, the 0-d tensor ``length`` (:mod:`.layouts`).
+``none_W8_1`` stands for layer 1 with a sliding window of 8, before it has keys. The number of tokens that a
+cache has seen is not stored if a layer has the keys of all tokens. If a cache has sliding layers, but no layer with the
+keys of all tokens, the number of tokens seen is another leaf, the 0-d tensor ``length`` (:mod:`.layouts`).
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], 
     """Flatten an ``EncoderDecoderCache`` into its two caches.
 
     ``is_updated`` of a cache states for each layer whether cross-attention keys are present. If ``is_updated``
-    disagrees with the layers, a third name stores it, such as ``is_updated_10-`` (true, false, no entry for layer 2).
+    disagrees with the layers, a third name stores ``is_updated``: the name ``is_updated_10-`` means true for layer 0,
+    false for layer 1, and no entry for layer 2.
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.

@@ -1,8 +1,8 @@
 """Reuse the template (description of all attributes) of an earlier cache layer, so that only leaves are read.
 
-Making a template takes 0.1 ms per layer. For each layer index, the last four templates are stored, with the types and
-values of the attributes that the templates describe. A new template is made if a type or value differs, also
-inside a nested dict.
+Making the template of a cache layer takes 0.1 ms. For each layer index, the last four templates are stored, with the
+types and values of the attributes that the templates describe. A layer that differs from all stored templates in a type
+or value, also inside a nested dict, gets a new template.
 """
 
 # attributes    conv_states, device, has_previous_state

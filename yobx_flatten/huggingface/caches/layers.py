@@ -221,7 +221,7 @@ _CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})(
 
 
 def letter_of(code: str) -> str:
-    """Return the letters in an abbreviation of a cache layer; an empty string if the abbreviation is a class name.
+    """Return the letters at the start of the code of a cache layer; an empty string if the code is a class name.
 
     >>> letter_of("W8"), letter_of("LX16"), letter_of("SummedLayer")
     ('W', 'LX', '')

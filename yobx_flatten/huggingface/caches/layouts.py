@@ -249,7 +249,6 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
 
 
 def is_leaf_name(name: str) -> bool:
-    """Return whether a name in the static part belongs to a leaf; other names describe how to rebuild objects."""
     return not name.startswith("none_") and "=" not in name
 
 

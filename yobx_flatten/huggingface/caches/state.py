@@ -111,7 +111,6 @@ def _is_part(value: object) -> bool:
 
 
 def _names_a_part(module: str, name: str) -> bool:
-    """Return whether a class name belongs to a transformers cache or to the quantization library Quanto."""
     of_quanto = module.startswith("optimum.quanto.") and "Optimizer" in name
     return of_quanto or (module.startswith("transformers.") and "Cache" in name)
 
@@ -132,7 +131,7 @@ def _holds_leaves(values: Iterable[Any], name: str) -> bool:
 
 
 def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) -> list[Any]:
-    """Describe a dtype, device or size by a leaf with the same dtype, device or size, or else as a fixed value."""
+    """Describe how to rebuild a dtype, device or size: read it from a leaf that has it, or else use a stored value."""
     if name in SIZES:
         path, axis = SIZES[name]
         index = paths.index(path) if path in paths else None

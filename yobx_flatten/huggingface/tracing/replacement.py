@@ -1,7 +1,7 @@
 """Replace functions of transformers by traceable functions with the signature of the original function.
 
-A function is replaced only if it has each required parameter of its replacement. It may have further parameters only if
-the replacement takes ``**others`` and ``again`` (a function that calls the original), since they can change the result.
+A function is replaced only if it has each required parameter of its replacement. A function with further parameters,
+which can change results, needs a replacement with ``**others`` and ``again`` (a function that calls the original).
 """
 
 # a model calls          forward(hidden, cache_of_its_release=c, attention_mask=m)

@@ -1,7 +1,7 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
 DeepSeek V4 compresses each full window of keys, Qwen 4 selects blocks of keys per query, Longformer and LED attend to a
-window. In transformers, these models branch on the number of windows or blocks, or convert this number to a constant.
+window. The sparse attention of transformers branches on the number of windows or blocks, or makes this number constant.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _shared_update(
 
 
 def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: Tensor) -> Tensor:
-    """Return a compressed key per full window of tokens, of earlier calls and this one: (batch, windows, width)."""
+    """Return one compressed key per full window of tokens in all calls so far, of shape (batch, windows, width)."""
     kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
     gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
     batch, count, ratio, size = *kv.shape[:2], module.compress_rate, module.head_dim
@@ -93,7 +93,7 @@ def _overlapping(before: Tensor, windows: Tensor, size: int, closed: Size) -> tu
 
 
 def _going_on(part: str, go_on: Callable[..., Any]) -> Make:
-    """Replace a ``forward``: run ``go_on`` if the cache has compressed a window of keys, else the original."""
+    """Make a ``forward`` that calls ``go_on`` if the cache has compressed keys, else the original ``forward``."""
 
     @traceable
     def forward(

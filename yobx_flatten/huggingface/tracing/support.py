@@ -1,8 +1,9 @@
 """Replace functions of transformers, so that one trace of a model serves all numbers of tokens.
 
-A trace records only the branch of the example: is the window full, is there a mask? The replacements compute the same
-values without a branch. Cache layers are replaced in :mod:`.layers`, functions of models in :mod:`.models`, and masks,
-positions and attention in this file. The replacements are active only in a thread that runs a trace.
+A trace records only the branches that the example takes, such as the branch for a full sliding window. A replacement
+has no branch, and computes the same values as the function of transformers. Cache layers are replaced in
+:mod:`.layers`, functions of models in :mod:`.models`, and masks, positions and attention in this file. A function of
+transformers is replaced only in threads that run a trace.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Split:
     for_genai: bool = False  # whether to make the files for onnxruntime-genai, see `genai`
 
     def named(self, words: Sequence[str], *sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return test case sizes by name (``batch 3, past 4``); if ``self.rows`` is set, it is the batch size."""
+        """Return the sizes of test cases by a name like ``batch 3, past 4``; the batch size is ``self.rows`` if set."""
         found = [(self.rows or rows, *others) for rows, *others in sizes]
         return {", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)): one for one in found}
 

@@ -223,7 +223,7 @@ class TextDecoder(_LanguageModel):
 
 
 class BlockwiseDecoder(_LanguageModel):
-    """Computes logits from embeddings in one graph for all calls, since masks depend only on sizes and token types."""
+    """Computes logits from embeddings; masks are made from sizes and token types, so one graph serves all calls."""
 
     # transformers reads `token_type_ids` in the first call only; each call of the module takes them for all tokens,
     # including cached ones. A generated token is outside image blocks, and attends to all earlier tokens.

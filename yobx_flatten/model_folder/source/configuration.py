@@ -318,7 +318,6 @@ def _shrunk(config_class: Any) -> Any:
 
 
 def _may_be_set(config: Any, name: str, value: object) -> bool:
-    """Return whether ``value`` can be set in a configuration: the entry exists, and a list replaces a list."""
     found = getattr(type(config), getattr(config, "attribute_map", {}).get(name, name), None)
     if isinstance(getattr(config, name, None), list | tuple) and not isinstance(value, list):
         return False  # a number for each stage of an encoder of images

@@ -78,7 +78,7 @@ class FoundModel:
         return f"{self.name}: {'a small model' if self.is_small else 'a configuration'} with random weights"
 
     def for_task(self, task: str) -> FoundModel:
-        """Return this description with the model class for a task, which may differ from that in ``config.json``."""
+        """Return the found model with its class for a task, which may be another class than in ``config.json``."""
         stated = self.config.architectures or ()
         chosen = "" if task == "auto" else architecture_of_task(self.config, task, runs_code=self.runs_code)
         if not chosen or chosen in stated:

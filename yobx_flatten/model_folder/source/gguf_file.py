@@ -128,7 +128,7 @@ def _text(file: BinaryIO, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """In a ``with`` block, yield arguments of ``from_pretrained`` for a GGUF file alone in a temporary folder.
+    """In a ``with`` block, yield arguments with which ``from_pretrained`` reads a GGUF file in a temporary folder.
 
     The temporary folder has only the GGUF file, so that transformers cannot run Python files. Errors are converted.
     """

@@ -86,7 +86,7 @@ def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
-    """Return whether an attention node depends on a value through other nodes or inputs than its keys and values."""
+    """Return whether a value affects an attention node in any way except as its input of keys or of values."""
     ahead = [node for node in value.consumers() if node is not attention]
     seen = set(map(id, ahead))
     while ahead:
@@ -281,7 +281,7 @@ def _unswapped(value: ir.Value, made: Nodes) -> ir.Value | None:
 
 
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
-    """Replace the transposed ``old`` of shape (batch, tokens, width) by ``new``; return ``False`` if there is none."""
+    """Replace ``old``, where it is transposed to (batch, tokens, width), by ``new``; return whether this succeeds."""
     place = old
     while (reader := only_reader(place)) is not None:
         if reader.op_type != "Reshape" or place.shape is None or reader.outputs[0].shape != place.shape:

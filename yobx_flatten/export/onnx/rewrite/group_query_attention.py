@@ -1,14 +1,12 @@
 """Replace ``Attention`` by onnxruntime's ``GroupQueryAttention``, which writes the KV cache in place.
 
-.. code-block:: text
-
-    past (1, 2, 1024, 64), 7 tokens seen ──> GroupQueryAttention ──> present: the same memory, 8 tokens seen
-
 ``GroupQueryAttention`` of onnxruntime appends new keys and values to the earlier tokens, and copies nothing. The file
 computes the number of earlier tokens from the length of the mask, since the buffer ``past`` can be longer. Layers with
 a sliding window, whose cache has fewer tokens than the mask, are not changed. If the cache has tokens,
 ``GroupQueryAttention`` accepts several new tokens only for batch size 1: larger batches read one token per call.
 """
+
+# past (1, 2, 1024, 64), 7 tokens seen ──> GroupQueryAttention ──> present: the same memory, 8 tokens seen
 
 from __future__ import annotations
 

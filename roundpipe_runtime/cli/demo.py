@@ -156,7 +156,7 @@ def _loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _train(
     console: Any, plain: nn.Module, pipeline: RoundPipe, steps: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], Timeline]:
-    """Return (plain PyTorch, pipeline) pairs of losses and of seconds per step, and the fastest step's timeline."""
+    """Train both models; return pairs of losses and pairs of seconds, by step, and the fastest step's timeline."""
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=2e-3, fused=True)
     with OptimizerCtx():
         optimizer = Adam(pipeline.parameters(), lr=2e-3)

@@ -41,8 +41,8 @@ class DeviceMemory:
     Attributes:
         stage: index of the stage in which the peak is reached.
         parameters: bytes of the stage's parameters, except parameters that stay on the device from step to step.
-        gradients: bytes of the stage's summed gradients. If several devices run the last stage, they also have
-            gradients of single microbatches, which one of the devices sums.
+        gradients: bytes of the sums of the stage's gradients. If several devices run the last stage, also bytes of the
+            gradients of single microbatches, which one of the devices adds up.
         activations: bytes of the activations of the current microbatch.
         staying: bytes of layers of earlier stages, which stay on the device until their backward.
         arriving: bytes of the parameters of the next stage, which are already being copied.
@@ -219,7 +219,7 @@ class KeptBytes(NamedTuple):
     trained: int  # bytes of parameters that train. They stay from the first stage of a step that needs them to its end.
 
     def of(self, *, was_here: bool) -> int:
-        """Return the bytes of the layer that are on a device before a stage copies parameters there."""
+        """Return the bytes of the layer's parameters that are already on a device when a stage begins."""
         return self.frozen + (self.trained if was_here else 0)
 
 
@@ -328,7 +328,7 @@ class StepPlan:
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, last_stage_copies=num_devices))
 
     def share_bytes(self, stage: Stage) -> int:
-        """Return the bytes per microbatch of gradients that devices sharing a stage send to the device that sums them.
+        """Return the bytes of gradients that a device sends per microbatch, if several devices run the stage.
 
         Args:
             stage: stage of this plan.

@@ -256,7 +256,7 @@ def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 
 def unrounded_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the rounded weights in floating point, under the names that they have in the model without rounding."""
+    """Return a model's state dict, in which rounded weights in floating point replace trained weights and adapters."""
     layers, state = rounded_layers(model), model.state_dict()
     for name, layer in layers.items():
         for part in ("lora_a", "lora_b"):

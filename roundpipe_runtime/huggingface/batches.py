@@ -101,7 +101,7 @@ def _first_of(config: Any, names: Sequence[str]) -> int | None:
 
 
 def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> list[int] | None:
-    """Return the number of tokens per image, computed from its patches; ``None`` if they do not add up to ``total``."""
+    """Return the number of tokens of each image, computed from its patches; ``None`` if the sum is not ``total``."""
     # a square of patches becomes one token, and some models add a token after each line of squares
     patches = grid.prod(-1)
     if merge:

@@ -56,7 +56,7 @@ class PieceRows:
         self._compared: collections.Counter[Hashable] = collections.Counter()
 
     def mixing(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int) -> GradientTrial:
-        """Check in the first ``number`` modules that rows are independent, and gradients proportional to the loss."""
+        """Check whether any of the first ``number`` modules mixes rows, or its gradients do not scale with the loss."""
         kind = self.kind_of(args, kwargs), number, config.requires_grad
         if self._repeats.is_due(kind) or kind not in self._mixing:
             batch = FlatBatch.of(args, kwargs, None)
@@ -108,7 +108,7 @@ class PieceRows:
         return named, tuple(map(kind_of_value, args)), self.made.model.training, asked
 
     def repeated_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield sets of three rows that contain one row twice, split into two subsets that each contain this row."""
+        """Yield trials with rows A, B and A of the batch in the parts (A, B) and (A), for pairs of rows A and B."""
         in_two = dataclasses.replace(config, num_microbatch=2)
         trial = next(self.some_rows(batch, config))
         for one, other in itertools.permutations(range(trial.count), 2):
@@ -148,7 +148,7 @@ class PieceRows:
             raise CannotJoinError("it is not clear how many rows a part of the batch has")
 
     def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """Return the run configuration for a few rows, with a new split function if the old one depends on rows."""
+        """Return the run configuration for a trial on a few rows; a ``split_input`` made for the batch is replaced."""
         if not getattr(config.split_input, "is_of_batch", False):
             return config
         kwargs: Kwargs = few.kwargs.tree
@@ -156,7 +156,7 @@ class PieceRows:
         return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
 
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
-        """Return the layers' outputs for both parts of a trial's rows, and for a set larger than the second part."""
+        """Run the layers on each part of a trial, and on more rows than the last part has; return the outputs."""
         # axes that are longer in the larger set are row axes
         with self._trial_engine() as engine:
             # devices have memory for the rows of a microbatch, so no more rows run at once
@@ -203,7 +203,7 @@ class SomeRows:
 
 @dataclasses.dataclass(frozen=True)
 class LossOfModel:
-    """A caller's ``loss_fn`` for a model that computes a loss; a microbatch needs the same weight in both losses."""
+    """A caller's loss function and its labels, for a model that also computes a loss."""
 
     function: Callable[[Any, Any], Any]
     label: Any
@@ -315,7 +315,7 @@ class Tail:
         }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
-        """Return a `LossProof` if the model has no loss, or draws random numbers after its layers; else ``None``."""
+        """Return a result without a check if the model has no loss, or is random after its layers; else ``None``."""
         values = {} if rows.state is None else rows.state.values
         held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
         with calls_apart(self._piece):

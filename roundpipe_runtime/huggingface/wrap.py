@@ -212,7 +212,7 @@ class WrappedModel(CutModel):
 
     @functools.cached_property
     def _rp_paths(self) -> list[GenerationPath]:
-        """Pipelines for ``generate`` of an encoder-decoder: one for the encoder, one for the whole; otherwise empty."""
+        """Pipelines with which ``generate`` runs a split encoder-decoder; an empty list for every other model."""
         inner = model_inside(self.cut.model)
         find = getattr(inner, "get_encoder", None)
         is_pair = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)

@@ -1,8 +1,8 @@
 """List the parameters and buffers of each layer, and large embedding and head matrices (tables) to copy in parts.
 
 Copying only the needed rows of an embedding changes no bit of a result, so large embeddings always copy rows. Products
-with slices of an output head are summed in another order than with the whole head. Therefore an output head is
-multiplied in slices only if the whole head does not fit on a device, or on request.
+with slices of an output head are summed in another order than with the whole head, so an output head is multiplied in
+slices only if the whole head does not fit on a device, or if the caller requests slices.
 """
 
 # embedding   copies the rows that occur in a microbatch, and their gradients back

@@ -182,7 +182,7 @@ class ParameterStore:
         self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
     def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
-        """Return a function that copies a parameter as a new master weight, and does not refer to this store."""
+        """Return a function that copies a parameter to a new master weight, without a reference to this store."""
         return lambda parameter, dtype: parameter.detach().to(dtype, copy=True)
 
     # -- other stores have another memory, or another time of the step ----------------------------------------------
@@ -216,7 +216,7 @@ class ParameterStore:
         """Called after a failed backward: a subclass stops updates of layers, and adds a note to the error."""
 
     def end_run(self) -> None:
-        """Called after a successful backward: subclasses that update layers in the backward end the optimizer step."""
+        """Called after a successful backward: a subclass that has updated layers meanwhile ends its optimizer step."""
 
     def check_whole(self) -> None:
         """Raise an error if an earlier backward failed after updating some of the layers."""
@@ -244,7 +244,7 @@ class ParameterStore:
             self._shadows[key] = tensor.clone() if place is None else place.copy_(tensor)
 
     def note_names(self) -> None:
-        """Remember the host parameters until :meth:`thaw`, because modules contain device copies during a forward."""
+        """Store the names of the host parameters until :meth:`thaw`, as a forward replaces them by device copies."""
         self.take_gradients(hides=True)  # a background step frees each gradient after its use
         self._before = list(self.model.named_parameters(remove_duplicate=False))
 
@@ -254,7 +254,7 @@ class ParameterStore:
         return [self._target(names[id(p)], p) if id(p) in names else p for p in parameters]
 
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """After an optimizer step, copy master weights to parameters, or parameters to the copies that stages read."""
+        """After a step, copy master weights to parameters; copy other parameters to the copies that stages read."""
         names = self._names()
         for parameter in parameters:
             name = names.get(id(parameter), "")
@@ -333,7 +333,7 @@ class _Master:
         self.wake(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Freeze or unfreeze the master weight like its parameter; its first unfreezing copies the parameter."""
+        """Make the master weight trainable or frozen like its parameter; copy the values when it is first trainable."""
         if parameter.requires_grad and not self.is_filled:
             self._fill(parameter)
         if self.tensor.requires_grad != parameter.requires_grad:
@@ -345,7 +345,7 @@ class _Master:
         self._note(parameter)
 
     def show(self, parameter: nn.Parameter, *, copies: bool = False) -> None:
-        """Set ``parameter.grad`` to the master weight's ``grad``, or to a copy of it in the parameter's dtype."""
+        """Set ``parameter.grad`` to the master weight's gradient; ``copies``: to a copy in the parameter's dtype."""
         gradient = self.tensor.grad
         if gradient is not None and gradient.shape == parameter.shape and parameter.is_leaf:
             shown = gradient.to(parameter.dtype, copy=True) if copies else gradient
@@ -353,7 +353,7 @@ class _Master:
             parameter.grad, self.shown[parameter] = shown, (None if copies else self._key, shown)
 
     def take(self, parameter: nn.Parameter, *, adds: bool = False) -> bool:
-        """Move a changed ``parameter.grad`` to the master weight; return whether this object had set ``grad``."""
+        """Move changes of ``parameter.grad`` to the master weight; return whether this object had set the ``grad``."""
         # adds: whether a gradient that the caller has set is added
         owner, shown = self.shown.get(parameter, (None, None))
         found, is_mine = parameter.grad if parameter.is_leaf else None, owner is self._key
@@ -419,5 +419,5 @@ def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def is_watched(target: torch.Tensor) -> bool:
-    """Return whether autograd must accumulate the gradient, because the tensor has hooks or a graph."""
+    """Return whether gradients must be added by autograd, not directly, because the tensor has hooks or a graph."""
     return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

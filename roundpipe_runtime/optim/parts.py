@@ -1,8 +1,8 @@
 """Run an optimizer step for a few parameters at a time, bitwise identical to one step for all parameters.
 
 Most optimizers update each parameter from its value, its gradient and its own state only, so updating a few parameters
-at a time, in any order, equals one step for all parameters. Each of these few parameters is updated by a temporary
-optimizer of the same class, with the same options and state.
+at a time, in any order, equals one step for all parameters. A temporary optimizer of the same class, with the same
+options and state, updates a few parameters.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OptimizerParts:
         self.parameters: list[torch.Tensor] = list(dict.fromkeys(itertools.chain.from_iterable(self._gradients)))
 
     def give(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Use these gradients, which were computed after the optimizer step had begun, in later updates."""
+        """Store gradients that were computed after the optimizer step had begun, for later calls of :meth:`step`."""
         for group, known in zip(self._optimizer.param_groups, self._gradients, strict=True):
             known.update({p: (gradients[p], gradients[p]._version) for p in group["params"] if p in gradients})
 
@@ -72,7 +72,7 @@ class OptimizerParts:
         self._attributes_after = _attributes(part)
 
     def finish(self) -> Optimizer:
-        """Write changed options and attributes to the original optimizer; return an optimizer without parameters."""
+        """End the step: store new options and attributes in the original optimizer; return an empty optimizer."""
         for group, before, after in zip(self._optimizer.param_groups, self._before, self._after, strict=False):
             group.update(_changed(before, after))
         self._optimizer.__dict__.update(_changed(self._attributes, self._attributes_after))
@@ -138,7 +138,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """Return ``optimizer``; if gradient dtypes differ from parameters, step now, and return an empty optimizer."""
+    """Step now if gradients have other dtypes than parameters; return the optimizer that is left for torch to step."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer
@@ -165,8 +165,8 @@ _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKey
 def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Report whether updating parameters one by one equals a whole step bitwise, by a trial on small tensors.
 
-    The small tensors have the options and optimizer states of a few parameters per parameter group. An update that
-    depends on several parameters, their order, or random numbers gives other bits if parameters are updated one by one.
+    The trial uses the options and optimizer states of a few parameters per parameter group. An update that depends on
+    several parameters, their order, or random numbers gives other bits if parameters are updated one by one.
     """
 
     def has_same_bits() -> bool:
@@ -334,7 +334,7 @@ class Mark:
         return self.source() is not tensor or self.version != tensor._version
 
     def has_numbers(self, tensor: torch.Tensor) -> bool:
-        """Return whether the sampled values of the tensor are unchanged since the snapshot."""
+        """Return whether the values of the tensor that this snapshot stored (a few, or none) are unchanged."""
         return self.sample is None or torch.equal(self.sample, _sample(tensor))
 
 

@@ -1,6 +1,6 @@
 """Decide when pipeline stages may read a layer's parameters, and when an optimizer step may replace them.
 
-:class:`LayerReadiness` decides this for one layer, without threads, so that a test can try every order of events.
+:class:`LayerReadiness` has the rules for one layer, without threads, so that a test can try every order of events.
 :class:`ReadinessTable` has one :class:`LayerReadiness` per layer, and adds a lock and waiting.
 """
 
@@ -77,7 +77,7 @@ def _require(allowed: bool, problem: str, layer: LayerReadiness) -> None:
 
 
 class ReadinessTable:
-    """Lets stages wait for a version of a layer's parameters, and optimizer steps for stages that read the layer."""
+    """Makes stages wait for a version of a layer's parameters, and makes steps wait until no stage reads the layer."""
 
     def __init__(self, num_layers: int) -> None:
         self._layers = [LayerReadiness() for _ in range(num_layers)]
@@ -106,7 +106,7 @@ class ReadinessTable:
             return self._layers[layer].can_read(version)
 
     def start_read(self, layer: int, version: int, *, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the given version of a layer can be read, and count a reader."""
+        """Wait until the given version of a layer can be read; it is not replaced until :meth:`end_read`."""
         # check: function that is called ten times a second while waiting; it may raise to give up
         with self._changed:
             while not self._layers[layer].can_read(version):
@@ -142,7 +142,7 @@ class ReadinessTable:
         self._each(self._layers, lambda state: state.hold(version))
 
     def hold_latest(self) -> int:
-        """Count a pipeline call that begins now, and return the version of the parameters that it needs."""
+        """Keep the latest version of all layers readable for a pipeline call that begins now; return this version."""
         with self._changed:
             self._each(self._layers, lambda state: state.hold(self._latest))
             return self._latest

@@ -73,7 +73,7 @@ class GradScaler(_GradScaler):
         return super().scale(outputs)
 
     def update(self, new_scale: float | torch.Tensor | None = None, is_async: bool = True) -> None:
-        """Set the scale for the next step, from the overflows of the last step or to ``new_scale``.
+        """Set the scale of the next step: ``new_scale``, or a scale that follows from the overflows of the last step.
 
         Args:
             new_scale: scale to set, instead of the scale that follows from the last step.
@@ -167,7 +167,7 @@ class StepRunner:
             self._update = self._worker.submit(_in_ctx, step)
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Start an optimizer step that runs by layers in the background; return when the caller may continue."""
+        """Start an optimizer step that runs by layers in the background; return when its inputs have been read."""
         self.synchronize()
 
         def not_begun(error: BaseException) -> None:

@@ -103,7 +103,7 @@ def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
 
 
 class _Taking(threading.local):
-    """Per thread: a function that runs optimizer steps instead of torch, and the optimizers' hooks that call it."""
+    """The function that runs optimizer steps of this thread instead of torch, and the hooks that call the function."""
 
     def __init__(self) -> None:
         self.taker: Taker | None = None
@@ -160,8 +160,8 @@ def take_over_always(taker: Taker, *, first: bool = False) -> None:
 
 @contextlib.contextmanager
 def taking_over(taker: Taker | None) -> Iterator[None]:
-    """Call ``taker`` for optimizer steps of this thread, after their pre-hooks; step the optimizer that it returns."""
-    # taker: function that runs the steps; `None`: optimizers step normally
+    """In the with block, optimizer steps of this thread call ``taker``, which returns the optimizer to step."""
+    # taker: function that runs a step, after the optimizer's pre-hooks; `None`: optimizers step normally
     before, _TAKING.taker = _TAKING.taker, taker
     try:
         yield

@@ -40,7 +40,7 @@ class ChatRows:
         held_out: indices of the rows that only evaluation reads.
         length: largest number of tokens that a row can have.
         conversations: number of conversations.
-        left_out: number of conversations that were left out, without an answer in ``length`` tokens.
+        left_out: number of conversations that were left out, because their first ``length`` tokens have no answer.
         cut: number of conversations that were cut to ``length`` tokens.
         digest: hash of the rows, which is equal for equal rows.
         pads_alike: whether all batches are padded to the longest row of the data set.
@@ -129,8 +129,8 @@ def read_chats(
         The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: a row of a file is not a conversation, or has a field or a message that the template does not
-            read, or no answer is left to train on.
+        FineTuneError: a row of a file is not a conversation; the template does not read a field or a message of a row;
+            or no answer is left to train on.
     """
     encode = Encoder(tokenizer, template)
     found = [encode(conversation) for conversation in read_conversations(find_texts(names), ignored)]

@@ -58,7 +58,7 @@ def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[
         The tensors that pass between modules; an empty list if the model was not split.
 
     Raises:
-        BatchStructureError: with this example, the model runs other code than with the example for the split.
+        BatchStructureError: the model's forward takes a different branch for ``example`` than when the model was split.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut

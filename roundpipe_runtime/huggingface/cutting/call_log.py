@@ -1,4 +1,4 @@
-"""Find the layers of a model, and log the arguments and results of their calls, in which keys stand for tensors."""
+"""Find the layers of a model, and log the calls of the layers; in a log, a `Key` stands for each tensor."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Embedded:
 
 @dataclasses.dataclass(frozen=True)
 class CallLog(Static):
-    """Arguments and results of all layer calls of one microbatch until now, in which keys stand for tensors."""
+    """Arguments and results of all layer calls of one microbatch until now; a :class:`Key` stands for each tensor."""
 
     calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # calls by position in the plan
     needed: frozenset[Key] = frozenset()  # keys of the tensors without which the next phase cannot continue
@@ -194,7 +194,7 @@ def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[l
 
 
 def tensors_of(arguments: Any) -> list[torch.Tensor]:
-    """Return the tensors among arguments ``(args, kwargs)``, in order, except tensors inside dictionaries and lists."""
+    """Return the tensors among the arguments of a call, in order; dictionaries and lists as arguments are skipped."""
     # kwargs itself is not a box; it is compared by its id, because a reference to it would form a cycle
     outside = id(arguments[1])
     leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: is_box(value) and id(value) != outside)

@@ -149,7 +149,7 @@ class Gradients:
         self.digests[name] = found if before is None else before + found
 
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Add a gradient and return ``True``; return ``False`` if hooks of the parameter need the summed gradient."""
+        """Digest a gradient and return ``True``; ``False`` if hooks of the parameter need the summed gradient."""
         if id(parameter) in self.watched:
             return False
         self.add(parameter, gradient)

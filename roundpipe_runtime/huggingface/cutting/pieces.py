@@ -64,7 +64,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_runs_again(self) -> CutPlan:
-        """The plan of the split, which all phases share: phases repeat the model's code and may write equal buffers."""
+        """The plan of the split: phases with the same plan repeat code, so they may write the same buffers."""
         return self.program
 
     @property
@@ -153,7 +153,7 @@ class LayerCall(nn.Module):
 
     @property
     def _rp_to_compile(self) -> nn.Module:
-        """The layer: ``torch.compile`` gets the layer, without this module's code that prepares the arguments."""
+        """The module for ``torch.compile``: the layer, without the code of `LayerCall` that prepares arguments."""
         return self.layer
 
     def forward(self, state: CutState) -> CutState:
@@ -411,7 +411,7 @@ def _ids(box: Any) -> list[int]:
 
 
 def _box_below(kwargs: Kwargs) -> Callable[[Any], bool]:
-    """Return a function that recognizes mutable containers, but returns ``False`` for ``kwargs`` itself."""
+    """Return a function that is true for a mutable container in ``kwargs``, but not for ``kwargs`` itself."""
     # torch's flattening forms a reference cycle with this function, so the function must not refer to tensors
     outside = id(kwargs)
     return lambda value: id(value) != outside and is_box(value)

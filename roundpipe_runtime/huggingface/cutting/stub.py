@@ -1,7 +1,7 @@
 """Copy a model with stubs instead of its layers, and make placeholders for the tensors that layers would return.
 
-A copy shares parameters, buffers and configuration with the model, but has its own module objects. So a copy can have
-parameters on one device while the layers and further copies of the model run on other devices.
+A copy shares parameters, buffers and configuration with the model, but has its own module objects. Because the modules
+are not shared, a copy can get parameters on one device while the model's layers run on another device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _embed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _embedding_class(kind: Any) -> type:
-    """Return a subclass of an embedding's class whose calls run :meth:`Session.embed` of the current thread."""
+    """Return a subclass of an embedding's class whose calls run ``embed`` of the current thread's session."""
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _embed})
 
 
@@ -147,7 +147,7 @@ def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
 
 
 def _rebound(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    """Return the copy of a module, or a function that refers to copied modules; return any other value unchanged."""
+    """Replace a module by its copy, also inside a function or bound method; return any other value unchanged."""
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, types.MethodType):
@@ -182,7 +182,7 @@ def _rebound(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any
 
 
 class Key(NamedTuple):
-    """Names a tensor: output number ``leaf`` of layer call number ``call``, which is negative if no layer made it."""
+    """Names a tensor: output ``leaf`` of layer call ``call``; ``call`` is negative if no layer returned the tensor."""
 
     call: int
     leaf: int

@@ -2,9 +2,9 @@
 
 The head of the model returns a `LazyLogits`: a tensor with a shape and no memory, which records elementwise operations
 (a scale, a soft cap, a wider dtype) and selections of rows. The `cross_entropy` of a `LazyLogits` is computed in
-chunks. An operation on a `LazyLogits` that is not in this list computes the logits first. Code that writes into logits,
-or calls operators instead of torch functions, raises `NotLazy`, and the forward is repeated without lazy logits. The
-loss is the same with and without lazy logits.
+chunks. Operations other than elementwise operations, row selections and `cross_entropy` compute the logits first. Code
+that writes into logits, or calls operators instead of torch functions, raises `NotLazy`, and the forward is repeated
+without lazy logits. The loss is the same with and without lazy logits.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
 
 
 def _rows(logits: LazyLogits, index: Any) -> LazyLogits | None:
-    """Return the lazy logits of some rows; ``None`` if ``index`` is not made of slices, or cuts the vocabulary."""
+    """Index lazy logits by slices; return ``None`` for another index, or one that selects a part of the vocabulary."""
     index = index if isinstance(index, tuple) else (index,)
     whole = slice(None)
     if not all(isinstance(one, slice) or one is Ellipsis for one in index) or index.count(Ellipsis) > 1:

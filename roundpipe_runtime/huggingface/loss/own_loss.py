@@ -2,7 +2,7 @@
 
 The loss of a model may be a mean over rows, over all tokens, or over labels that are not ignored, and its configuration
 does not state which. During a forward, torch's averaging functions are intercepted to count the items of the mean. The
-batch's loss is the mean of microbatch losses, weighted by the counted items; `loss_proof` checks this on a few rows.
+batch's loss is the mean of microbatch losses, weighted by their numbers of labels or rows; `loss_proof` checks it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cross-entropy in slices of a vocabulary or in chunks of rows, so that all logits never exist at once.
+"""Compute a cross-entropy in slices of the vocabulary or in chunks of rows, so that memory contains only some logits.
 
 ::
 

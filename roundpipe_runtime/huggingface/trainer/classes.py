@@ -123,7 +123,7 @@ class RoundPipeTrainer(PipelineTrainer):
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch; by default, the number of devices + 1.
         keep_parameters: GB of each device for parameters that stay on it after use (default: 0), or ``"auto"``, as for
-            :class:`RoundPipeRunConfig`. If only adapters are trained, frozen parameters that stay need no new upload.
+            :class:`RoundPipeRunConfig`. Frozen parameters that stay on a device are not uploaded again.
         optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`. Use ``torch.float32`` for a model in
             16 bits.
         example: example batch with which the model is split, as for :func:`wrap_model_to_roundpipe`. Default: a few
@@ -131,7 +131,7 @@ class RoundPipeTrainer(PipelineTrainer):
         use_sequential_preset: as for :func:`wrap_model_to_roundpipe`. ``True``: raise an error if the model cannot be
             split. ``False``: do not split the model. Default: split the model if possible.
         replicas: number of groups of ``per_device_train_batch_size`` rows in a batch. Process ``g % N`` of ``N``
-            processes trains rows of group ``g``, so results do not depend on ``N``. Default: number of processes.
+            processes trains group ``g`` of each batch; results are equal for every ``N``. Default: number of processes.
         host: where the host stores the training state, as for :class:`RoundPipe`: ``"memory"``, or ``"disk:DIR"``.
         update: which weights the optimizer updates, and when, as for :class:`RoundPipe`. ``"in_backward"`` requires
             ``max_grad_norm=0`` and ``gradient_accumulation_steps=1``.

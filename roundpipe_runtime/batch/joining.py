@@ -27,8 +27,8 @@ def join(
     """Join the outputs of all microbatches of a batch into the output of the whole batch.
 
     Tensors are concatenated along axis 0, or along the batch axis that the registration of their container class
-    declares. Scalar tensors are averaged with ``weights``. Tensors whose size of axis 0 is not the number of rows of
-    their microbatch, and values other than tensors, must be equal in all microbatches, and are returned once.
+    declares. Scalar tensors are averaged with ``weights``. Some values must be equal in all microbatches, and are
+    returned once: non-tensors, and tensors whose size along axis 0 is not the number of rows of the microbatch.
 
     Args:
         outputs: list with the output of each microbatch, any nested object.

@@ -1,14 +1,14 @@
 """Compute the exact loss and gradient of a batch from its microbatches.
 
 The backward of a microbatch starts with an initial gradient: the gradient of the batch's loss with respect to the loss
-of the microbatch. For a sum or a mean, the initial gradient is known before the backward, so the gradients of the
-parameters need no scaling. If a loss function returns pairs ``(sum, weight)``, the total weight of the batch is unknown
-when the first backward starts. The backward of a sum with a weight therefore starts with the gradient 1 / c, where c is
-the power of two nearest to the number of rows in the batch, and the gradients of the parameters are multiplied by
-c / total weight after the last microbatch. Unscaled gradients are stored apart from the gradients of earlier calls. An
-initial gradient of about 1 / rows keeps the gradients of long batches in the range of half precision, and a power of
-two as initial gradient does not round them. For a mean of 16-bit losses, the gradients are also scaled after the last
-microbatch, because an initial gradient such as 1 / 3, rounded to 16 bits, is wrong by up to 0.4 %.
+of the microbatch. If the batch's loss is a sum, or a mean over rows, the initial gradient is known before the first
+backward, and parameter gradients are not scaled later. If a loss function returns pairs ``(sum, weight)``, the total
+weight of the batch is unknown when the first backward starts. For a pair ``(sum, weight)``, the backward starts with
+the gradient 1 / c, where c is the power of two nearest to the number of rows in the batch. After the last microbatch,
+parameter gradients are multiplied by c / total weight. Until then, gradients are stored separately from those of
+earlier calls. An initial gradient of about 1 / rows keeps the gradients of long batches in the range of half precision.
+A power of two as initial gradient causes no rounding errors. For a mean of 16-bit losses, the gradients are also scaled
+after the last microbatch, because an initial gradient such as 1 / 3, rounded to 16 bits, is wrong by up to 0.4 %.
 """
 
 # loss_fn returns        total loss                       initial gradient, microbatch i   later scale of the gradient
@@ -160,7 +160,7 @@ class LossContract:
 
         Args:
             index: index of the microbatch.
-            value: value that ``loss_fn`` returned. Reading a weight on an accelerator waits for the accelerator.
+            value: value that ``loss_fn`` returned; a weight in it is copied to the host if it is on an accelerator.
             items: for each mean that ``loss_fn`` computed, the number of items in the mean. Default: unknown.
 
         Returns:
@@ -168,8 +168,8 @@ class LossContract:
             the microbatch is 0, because the microbatch then has a gradient of zero, even if its loss is NaN.
 
         Raises:
-            LossError: ``value`` is not a loss, or not the kind of loss that other microbatches returned; or reduction
-                is ``"mean"``, but ``value`` is a mean over items other than rows.
+            LossError: ``value`` is not a loss, or its kind differs from the losses of other microbatches. With
+                reduction ``"mean"``, a ``value`` that is a mean over items other than rows is also an error.
         """
         try:
             read = read_loss(value)

@@ -74,9 +74,9 @@ def split(
 ) -> list[Microbatch]:
     """Split arguments and labels into microbatches.
 
-    Tensors are split along their batch axis into views, with the sizes of ``torch.tensor_split``. All other values are
-    passed unsplit to every microbatch: numbers, strings, ``None``, tensors of size 1 along axis 0, and tensors that
-    have no axis of the batch size.
+    Tensors are split along their batch axis into views, with the sizes of ``torch.tensor_split``. Numbers, strings,
+    ``None``, tensors of size 1 along axis 0, and tensors that have no axis of the batch size are passed unsplit to
+    every microbatch.
 
     Args:
         args: positional arguments, of any nesting.

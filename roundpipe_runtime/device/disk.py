@@ -301,7 +301,7 @@ def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Itera
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge ranges that touch or overlap, since tensors share pages."""
+    """Merge ranges of bytes that touch or overlap: two tensors may lie on the same page of memory."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if found and start <= found[-1][1]:

@@ -109,7 +109,7 @@ class Device(Protocol):
 
         Returns:
             A context manager that yields a function ``nbytes -> bool``, which checks whether the device has memory for
-            the next stage. The context manager yields ``None`` if the device does not upload the next stage ahead.
+            the next stage. Devices that never load the next stage in advance yield ``None``.
         """
 
     def synchronize(self) -> None:

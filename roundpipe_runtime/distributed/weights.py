@@ -148,7 +148,7 @@ class ShardedStore(RankStore):
 
     @torch.no_grad()
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Get parameter rows from the ranks that updated them; write them to parameters and to copies for stages."""
+        """Exchange updated rows of parameters between ranks, and also update the host copies that stages upload."""
         names = self._names()
         fresh = [p for p in parameters if p.requires_grad and names.get(id(p)) and id(p) not in self._published]
         # no optimizer has the other parameters
@@ -197,7 +197,7 @@ class Target:
         self.note(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Copy ``requires_grad`` from the parameter; create its master weight when it first becomes trainable."""
+        """Copy ``requires_grad`` of a parameter to its target; create a master weight when it first becomes true."""
         if parameter.requires_grad and not self.is_master and self._has_own_rows:
             self._replace(self.rows(parameter).to(self._dtype, copy=True))
             self.is_master = True
@@ -350,7 +350,7 @@ class RankSteps(StepRunner):
 
 @cache
 def _runners() -> weakref.WeakSet[RankSteps]:
-    """Return the open pipelines; when the caller steps an optimizer, their ranks exchange the updated weights."""
+    """Return all open pipelines; after each optimizer step, hooks exchange the updated weights between the ranks."""
     found: weakref.WeakSet[RankSteps] = weakref.WeakSet()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -33,20 +33,20 @@ class RoundPipeRunConfig:
             concatenates outputs along the batch). With ``merge_output=False``, outputs are not joined, and each output
             tensor is replaced by a :class:`RoundPipePackedData`.
         execute_plan: layers of each pipeline stage (default: planned automatically from measured times).
-        loss_reduction: how the losses of microbatches are combined to the loss of the batch (default: ``"auto"``).
-            ``"auto"``: loss and gradients are as without a pipeline. A test with a few rows finds weights with which
-            the losses of microbatches add up to the loss of the batch; if there are none, the loss is computed once
-            from the joined outputs. ``"mean"``: the loss of a microbatch is a mean over rows, and the loss of the batch
-            is the mean over all rows. ``"sum"``: losses are added, for a script that divides by the number of
-            microbatches. ``"joined"``: the loss is computed once, from the joined outputs of all microbatches.
+        loss_reduction: how the losses of microbatches are combined to the loss of the batch (default: ``"auto"``). With
+            ``loss_reduction="auto"``, loss and gradients equal those without a pipeline. A test with a few rows finds
+            weights with which the losses of microbatches add up to the loss of the batch; if there are none, the loss
+            is computed once from the joined outputs. ``"mean"``: the loss of a microbatch is a mean over rows, and the
+            loss of the batch is the mean over all rows. ``"sum"``: losses are added, for a script that divides by the
+            number of microbatches. ``"joined"``: the loss is computed once, from the joined outputs.
         last_stage_copies: number of devices that compute the last layer and the loss in ``forward_backward``, each for
             a share of the microbatches, if ``execute_plan`` is automatic (default: 1). ``last_stage_copies="auto"``: a
-            simulation chooses the number of devices. All numbers of devices give bitwise identical results.
+            simulation chooses the number of devices. Results do not depend on ``last_stage_copies``.
         keep_parameters: GB of each device's memory for parameters that stay there after use, frozen parameters first,
-            so that only changed parameters are uploaded again (default: 0). ``"auto"``: all parameters stay if
-            parameters and gradients fit, else as many as fit in addition to the stages. Call
-            :meth:`RoundPipe.drop_kept_parameters` after a write through ``parameter.data``, which is only detected by
-            sampling.
+            so that only changed parameters are uploaded again (default: 0). With ``keep_parameters="auto"``, all
+            parameters stay on the device if parameters and gradients fit, else as many as fit in addition to the
+            stages. Call :meth:`RoundPipe.drop_kept_parameters` after a write through ``parameter.data``, which is only
+            detected by sampling.
         upload_experts: which experts of a mixture-of-experts layer are copied to a device (default: ``"routed"``).
             ``"routed"``: only the experts that get tokens are copied, unless batches of this size need most experts.
             ``"all"``: all experts are copied before the layer runs. ``"routed"`` and ``"all"`` give identical results.
@@ -185,7 +185,7 @@ class CompiledLayers:
         }
 
     def standing(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Make calls of a layer run its compiled code in the with block; the caller holds the layer's lock."""
+        """Use the compiled code of a layer for its calls in the with block; the caller must hold the layer's lock."""
         target, called = self._called.get(index, (None, None))
         return contextlib.nullcontext() if target is None else AttributePatch(target, _CALLED, called)
 

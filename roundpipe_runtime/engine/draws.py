@@ -1,8 +1,8 @@
 """Record which random generators layers use: those of torch, NumPy, Python, or in attributes of layers.
 
-When a pipeline call succeeds, the generators from which layers have drawn advance. With one microbatch, each layer call
-continues from the generator's state after the previous call, as without a pipeline. With several microbatches, each
-layer call starts from its own seed, since several devices draw at the same time.
+A successful pipeline call advances each random generator from which its layers have drawn. With one microbatch, each
+layer call continues from the generator's state after the previous call, as without a pipeline. With several
+microbatches, each layer call starts from its own seed, since several devices draw at the same time.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class ProcessState:
         return self.mark == _mark(torch.default_generator.get_state()) and self.others == process_marks()
 
     def is_moved(self) -> bool:
-        """Return whether all changes of the process's random generators since this state come from pipeline calls."""
+        """Return whether only pipeline calls have used random generators of this process since the object was made."""
         here: object = self.mark, self.others
         now = ProcessState()
         moves = list(_MOVES)

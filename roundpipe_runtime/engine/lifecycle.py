@@ -407,7 +407,7 @@ class RunLifecycle:
         landed: Callable[[int, Gradients], None],
         types: set[torch.dtype],
     ) -> None:
-        """Run forward and backward without side effects: ``landed`` gets all gradients, and parameters get none."""
+        """Run forward and backward without side effects: all gradients are passed to the function ``landed``."""
         # types: set to which the dtypes are added in which layers compute
         contract = LossContract("sum", [one.rows for one in microbatches])
         each = [range(layer, layer + 1) for layer in span]

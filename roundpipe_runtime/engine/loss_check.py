@@ -1,8 +1,8 @@
 """Check on a few rows how the losses of microbatches add up, before a pipeline call computes gradients.
 
-The layers compute outputs for a few rows of the batch, and again for two parts of these rows. `batch/loss_proof` calls
-the loss function with the outputs of the few rows, and with the outputs of each part. If all labels of these rows are
-ignored, or no loss is finite, the check uses a whole microbatch. Loss function and random generators do not change.
+For a few rows of the batch, and for two parts of these rows, the layers compute outputs, and `batch/loss_proof` calls
+the loss function. If all labels of the few rows are ignored, or no loss of the few rows is finite, the check uses a
+whole microbatch. The check restores the state of the loss function and of random generators.
 """
 
 # loss_reduction="auto"    use matching weights of microbatches; if there are none, compute the loss of joined outputs
@@ -114,7 +114,7 @@ class Sample:
         again: bool,
         as_stated: bool = False,
     ) -> Proof:
-        """Find the first of ``ways`` in which weighted losses of parts of the rows add up to the loss of all rows."""
+        """Find the first kind of weights in ``ways`` with which losses of parts add up to the loss of all rows."""
         # called: object whose changes by the calls are undone
         # again: whether the weights were checked before, so that only the batch's own values are compared
         columns = {
@@ -178,7 +178,7 @@ class Sample:
 
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
-    """After calls of a loss function in the with block, restore the object ``called`` and the random generators."""
+    """Restore the loss function ``called`` and random generators after trial calls in the with block."""
     # yields: function to run before each call of the loss function, which gets the number of the part of the rows
     # no other thread draws meanwhile; 16-bit rounding by autocast would hide wrong weights; warnings about single rows
     # do not concern the user
@@ -220,7 +220,7 @@ class LossChecks:
         self._unclear: str | None = None  # why this call could not be checked
 
     def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
-        """Return how microbatch losses add up in calls of a ``kind``: the stored result, or that of a new check."""
+        """Return how microbatch losses add up: the stored result for this ``kind`` of call, or that of a new check."""
         # show: function that returns a new proof, given an earlier proof whose weights must match again
         known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
         # a loss that was not a weighted sum once is never treated as a weighted sum later
@@ -251,7 +251,7 @@ class LossChecks:
         return proof.way if stated == "auto" else "mean" if stated == "mean" else "sum"
 
     def forget(self, failed: LossProof) -> None:
-        """Delete a check result that the computation of the loss has disproved, so that the next call checks again."""
+        """Delete a check result that turned out wrong when a loss was computed, so that the next call checks again."""
         self.proofs = {kind: proof for kind, proof in self.proofs.items() if proof is not failed}
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Measure times of layers and copies, to choose stages, threads and parameters that stay on devices later."""
+"""Measure times of layers and copies, from which stages, threads and the parameters kept on devices are chosen."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Planner:
         return self._inference if kind == "infer" else self._training
 
     def wants_events(self, kind: RunType) -> bool:
-        """Count pipeline calls by kind, and return whether the accelerators' times of this call are measured."""
+        """Count this pipeline call, and return whether to measure how long its work on accelerators takes."""
         # The first calls of a kind are measured, and the last two calls before an execution plan is computed again.
         self._runs[kind] += 1
         number = self._runs[kind]
@@ -132,7 +132,7 @@ def stage_limit(memory_limit: float | None) -> float | None:
 def guessed_costs(
     layers: Sequence[nn.Module], rule: TableRule, gradient_dtype: Callable[[nn.Parameter], torch.dtype]
 ) -> list[LayerCost]:
-    """Return estimated costs of layers that have not run yet; of large tables, only the copied bytes count."""
+    """Estimate costs of layers that have not run yet; of a large embedding or head, count only the copied bytes."""
     costs = []
     for layer, contents in zip(layers, rule.mark(scan(layers)), strict=True):
         cost = analytic_cost(layer, gradient_dtype)

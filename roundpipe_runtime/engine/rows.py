@@ -1,9 +1,10 @@
 """Check that layers compute each row of a batch independently, before the batch is split into microbatches.
 
-During the check, dropout is off, and torch's random functions return a constant. If layers still draw random numbers,
-such as from NumPy, a call with three rows is compared with a call in which a copy of another row replaces one row,
-because both calls draw the same numbers. A backward may also mix rows: it may divide gradients by the number of rows.
-Before an error, other rows are tried, as rounding can change a choice near a tie, such as the expert of a token.
+During the check, dropout is off, and torch's random functions return a constant. Some layers still draw random numbers,
+such as numbers from NumPy. For such layers, one of three rows is replaced by a copy of another row, and the outputs of
+the other rows must stay the same: both calls draw the same numbers. A backward may also mix rows: it may divide
+gradients by the number of rows. Rounding can change a choice between nearly equal values, such as the expert of a
+token, so other rows are tried before an error is raised.
 """
 
 # rows a, b, c; their outputs a', b', c'
@@ -440,7 +441,7 @@ def mixes_rows(
 
 
 def rows_of(whole: object, part: object, count: int) -> int | None:
-    """Return the row axis of ``whole``, found by comparison with a tensor for fewer rows; ``None`` if there is none."""
+    """Return the axis along which ``part``, a tensor for fewer rows, is smaller than ``whole``; ``None`` if unclear."""
     if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor) or whole.dim() != part.dim():
         return None
     axes = [axis for axis, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other]

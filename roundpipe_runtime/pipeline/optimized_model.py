@@ -70,7 +70,7 @@ class OptimizedModel(EngineHandle):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield names and modules of the model.
 
-        A module that contains the pipeline calls ``named_modules`` with ``memo`` to find parameters of the pipeline.
+        If another module contains the pipeline, ``named_parameters`` of that module calls this method with ``memo``.
         Inside :class:`OptimizerCtx`, a call with ``memo`` yields one module with the parameters of the optimizer.
 
         Args:
@@ -93,7 +93,7 @@ class OptimizedModel(EngineHandle):
         """Set the optimizers with which ``forward_backward`` updates each layer if ``update="in_backward"``.
 
         ``optimizer.step()`` must still be called after each ``forward_backward``, because schedulers expect the call.
-        This call updates only parameters outside of the layers, such as parameters of a loss.
+        ``optimizer.step()`` then updates only parameters outside of the layers, such as parameters of a loss.
 
         Args:
             *optimizers: optimizers that together update all :meth:`optim_parameters`.
@@ -127,9 +127,9 @@ class OptimizedModel(EngineHandle):
 
         Args:
             step_fn: function that runs the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
-            is_async: when the step runs (default: before this method returns). ``"exact"``: in the background; a layer
-                waits for its update before it runs again, so results are unchanged. ``True``: in the background, and
-                the next forward and backward use the parameters from before the step.
+            is_async: when the step runs (default: before this method returns). With ``is_async="exact"``, the step runs
+                in the background, and a layer waits for its update before it runs again, so results are unchanged. With
+                ``is_async=True``, the step runs in the background, and the next forward and backward use old weights.
             *args: arguments of ``step_fn``.
             **kwargs: keyword arguments of ``step_fn``.
 

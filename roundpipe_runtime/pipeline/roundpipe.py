@@ -142,27 +142,27 @@ class RoundPipe(OptimizedModel):
         devices: ``"virtual:N"``, a list of torch devices or of :class:`Device` objects, or ``None``: all accelerators,
             else ``"virtual:2"``.
         mesh: mesh of the processes that train the model, such as ``init_device_mesh("cpu", (N,))`` (default: this
-            process alone). Each process has the optimizer state for a part of the rows of every matrix, and passes its
-            part of the batch to ``forward_backward``. In a mesh with two axes, the optimizer state is replicated along
-            the first axis, so with shape ``(N, 1)`` each process has all of it.
-        replicas: number of groups that the rows of a batch are split into (default: number of ranks N). Group g runs on
-            rank g modulo N; with the same ``replicas``, results do not depend on N.
+            process alone). With a mesh, each process passes its part of the batch to ``forward_backward``, and stores
+            the optimizer state for some rows of every matrix. A mesh with two axes replicates the optimizer state along
+            the first axis: with shape ``(N, 1)``, each process has the whole optimizer state.
+        replicas: number of groups that the rows of a batch are split into (default: number of ranks N). The ranks get
+            the groups in turn. With the same ``replicas``, every number of ranks gives the same results.
         reduce_dtype: dtype in which gradients are sent between ranks (default: the dtype of their sums).
         gradient_dtype: dtype in which gradients of master weights are stored until the optimizer step (default:
             ``optim_dtype``). Within a backward, gradients are summed in ``optim_dtype``.
         compile: ``True``, or keyword arguments of ``torch.compile``, to compile the layers (default: layers are not
-            compiled). Without a keyword ``dynamic``, ``dynamic=True`` is used.
+            compiled). Layers are compiled with ``dynamic=True``, unless the keyword arguments contain ``dynamic``.
         large_tables: how embeddings and heads of at least 16 MiB are copied to a device. ``"auto"``: only the rows
             of an embedding that a microbatch reads are copied, and the head of a transformers model is copied in slices
             if it does not fit into a stage. ``"slices"``: a head is always copied in slices; the loss then differs by
             rounding. ``"whole"``: embeddings and heads are copied like every other parameter.
         host: with ``"disk:DIR"``, parameters, gradients, master weights and optimizer state are in a scratch file in
             this folder, and only a few layers are in memory at a time (default: ``"memory"``). Results are unchanged.
-        update: what the optimizer updates (default: ``"masters"``). ``"masters"``: master weights of dtype
-            ``optim_dtype``, which a step rounds into the parameters. ``"in_place"``: the parameters of the model
-            themselves, converted to ``optim_dtype``; uploads round them to their original dtype. ``"in_backward"``: as
-            ``"in_place"``, but ``forward_backward`` updates each layer when the gradients of the layer are complete,
-            see :meth:`step_with`. Results do not depend on ``update``.
+        update: what the optimizer updates (default: ``"masters"``). ``"masters"``: copies of the parameters in
+            ``optim_dtype`` (master weights), which are rounded to the parameters after each step. ``"in_place"``: the
+            parameters of the model themselves, converted to ``optim_dtype``; uploads round them to their original
+            dtype. ``"in_backward"``: as ``"in_place"``, but ``forward_backward`` updates each layer when the gradients
+            of the layer are complete, see :meth:`step_with`. All values of ``update`` give the same results.
 
     Raises:
         ConfigError: an argument has an invalid value.

@@ -1,4 +1,4 @@
-"""Costs of layers, and stages of similar times: forward and backward independently, under one cap on a stage's time.
+"""Estimate costs of layers, and partition layers into stages of similar times, separately for forward and backward.
 
 Times of layers are estimated from the parameters until the layers have been measured.
 
@@ -151,7 +151,7 @@ class MeasuredCosts:
         return bool(self._measured)
 
     def share_below(self, seconds: float) -> float:
-        """Return the share of the total forward time that layers faster than ``seconds`` take."""
+        """Return which share of the total forward time is spent in layers that take less than ``seconds`` each."""
         # the minimum of recent times, as threads may have waited for each other in slower forwards
         with self._lock:
             least = [min(recent) for recent in self._recent.values()]
@@ -374,7 +374,7 @@ def _pack(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> li
 
 
 def _pack_from_the_end(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> list[range]:
-    """Pack layers into stages from the last to the first layer, so that the first stage may be the short one."""
+    # The first stage, not the last, gets the layers that are left over.
     mirrored = _pack(layers[::-1], cap, limit)
     return [range(len(layers) - stage.stop, len(layers) - stage.start) for stage in mirrored[::-1]]
 

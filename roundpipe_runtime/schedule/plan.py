@@ -20,7 +20,7 @@ RunType: TypeAlias = Literal["infer", "train", "fused"]
 class ModelExecutePlan:
     """An execution plan: which layers form a stage in forward and, independently, in backward.
 
-    ::
+    Examples of plans for a model with four layers, one for each run type::
 
         "infer": forward only              fwd_plan = [range(0, 2), range(2, 4)]
         "train": forward, later backward   fwd_plan = [range(0, 2), range(2, 4)]
@@ -36,7 +36,7 @@ class ModelExecutePlan:
         fwd_plan: layers of each forward stage, as ranges or lists of ascending indices.
         bwd_plan: layers of each backward stage, beginning with the stage of the last layers.
         last_stage_copies: number n of devices that run the fused stage, each for every n-th microbatch (default: 1). If
-            the pipeline has fewer devices or microbatches than n, the smaller number is used instead of n.
+            a pipeline has fewer devices or microbatches than ``last_stage_copies``, the smaller number is used.
 
     >>> from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
@@ -142,11 +142,11 @@ class ModelExecutePlan:
             min_stages: smallest number of stages (default: the number of devices).
             upper_threshold: largest ratio of the time of a stage to the time of the slowest layer.
             model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device (default: the memory of the
-                devices, if known). A stage gets half of the limit, because the next stage is loaded at the same time.
+                devices, if known). A stage may use half of this memory, because the next stage is loaded meanwhile.
             previous: the plan in use, which is kept unless the new plan is clearly faster.
-            last_stage_copies: number n of devices that have a copy of the last layer (default: 1). If n > 1, the last
-                layer is a separate stage, and each of the n devices runs it for every n-th microbatch. ``"auto"`` uses
-                several devices only if the simulated iteration becomes clearly faster.
+            last_stage_copies: number of devices that run the last layer (default: 1). If several devices run the last
+                layer, it is a separate stage, and the devices take its microbatches in turn. With ``"auto"``, several
+                devices run the last layer only if the simulated iteration becomes clearly faster.
             num_microbatch: number of microbatches for which times of plans are simulated (default: ``min_stages`` + 1).
 
         Returns:

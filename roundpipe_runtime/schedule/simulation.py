@@ -45,8 +45,8 @@ class StageLoad:
         working: bytes that exist on the device during the computation of one microbatch.
         copies: number of devices that run the stage, each for every ``copies``-th microbatch (default: 1).
         copy: which of the ``copies`` devices this object describes, from 0 (default: ``None``, each of them).
-        share: bytes of gradients that a device sends to the last device of the stage per microbatch, to be summed there
-            (default: 0, each device copies its own gradients to CPU memory).
+        share: bytes of gradients that a device sends per microbatch to the last of the devices that run the stage,
+            which sums the gradients (default: 0). With ``share=0``, each device copies its gradients to CPU memory.
     """
 
     compute: float

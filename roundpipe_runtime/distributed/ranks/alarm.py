@@ -1,9 +1,9 @@
 """Detect that another rank has failed, ended or was stopped, and raise an error in the current call of this rank.
 
-A failed rank writes a message to the store of ``torch.distributed``, which a thread of every rank reads ten times a
-second. A gloo collective waits until the job's timeout for a process that a signal (SIGSTOP) has stopped. Therefore a
-watchdog thread kills stopped processes on its machine, and closes all connections if another machine is silent, after
-``Alarm.patience`` seconds. The watchdog does not wait for the store, whose process may also be stopped.
+A failed rank writes a message to the key-value store of ``torch.distributed``, which a thread of every rank reads ten
+times a second. A gloo collective waits until the job's timeout for a process that a signal (SIGSTOP) has stopped. To
+end such waits after ``Alarm.patience`` seconds, a watchdog thread kills stopped processes on its machine, and closes
+all connections if a process on another machine sends no heartbeat. The watchdog also works while the store is stopped.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Alarm:
             self._listener = listener
 
     def take_step_failure(self) -> tuple[int, str] | None:
-        """Return and forget the rank whose optimizer step failed, and its error; wait up to a second for them."""
+        """Return and clear the message of a failed optimizer step (rank and error); wait for it up to one second."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._step_failure is None and self._gone is None and time.monotonic() < deadline:
             time.sleep(_PERIOD / 4)

@@ -1,9 +1,9 @@
 """Create the default process group of a torchrun job, also after torchrun has restarted the processes.
 
-After a restart with ``--max-restarts``, torchrun gives the new processes the same store, in which gloo would find the
-addresses of ended processes (https://github.com/pytorch/pytorch/issues/167288). Therefore the running processes agree
-on a new prefix of store keys. The prefix of store keys cannot be the number of restarts, because each machine counts
-only its own restarts: https://github.com/pytorch/pytorch/issues/135712.
+After a restart with ``--max-restarts``, torchrun's key-value store still contains the addresses of ended processes, to
+which gloo would connect (https://github.com/pytorch/pytorch/issues/167288). So the running processes agree on a new
+prefix for their keys in the store. The number of restarts cannot be this prefix, because each machine counts only its
+own restarts (https://github.com/pytorch/pytorch/issues/135712).
 """
 
 from __future__ import annotations

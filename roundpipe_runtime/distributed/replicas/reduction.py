@@ -1,8 +1,8 @@
 """Sum gradients over groups of batch rows, layer by layer, in the same order for any number of ranks.
 
-Each rank runs its groups of batch rows one after the other. When a rank has computed the gradients of a layer for a
-group, it sends each rank the part of the gradients that this rank sums (all-to-all), last layer first. Each rank adds
-up the received parts in ascending order of the groups. A failed rank sends zeros until all ranks have stopped.
+Each rank runs its groups of batch rows one after the other. For each group, an all-to-all exchange sends every row of a
+layer's gradients to the rank that sums this row, last layer first. Each rank adds up the gradients that it receives in
+ascending order of the groups of batch rows. A failed rank sends zeros until all ranks have stopped.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class Reduction:
             self._changed.notify_all()
 
     def stop(self) -> int:
-        """Start no gradient exchange until :meth:`finish` is called; return how many this rank has started."""
+        """Start no gradient exchange until :meth:`finish` is called; return the number of exchanges already started."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
             return self._begun
 
     def finish(self, begun: int) -> None:
-        """Let :meth:`run` end after it has sent zeros in the gradient exchanges that other ranks have begun."""
+        """Let :meth:`run` end after ``begun`` gradient exchanges, in which other ranks may already wait."""
         with self._changed:
             self._limit = begun
             self._changed.notify_all()
@@ -118,7 +118,7 @@ class Reduction:
 
     @torch.no_grad()
     def _exchanged(self, turn: int, number: int, bucket: Bucket, *, is_giver: bool) -> torch.Tensor:
-        """Exchange the gradients of a bucket; return the sum so far for the parameter rows that this rank sums."""
+        """Exchange the gradients of a bucket, and return the sum of those received for the bucket until now."""
         ranks = self._ranks
         cuts = [self._pieces(parameter.detach()) for parameter in bucket.parameters]
         sizes = [sum(cut[rank].numel() for cut in cuts) for rank in range(ranks.size)]
@@ -166,7 +166,7 @@ class Reduction:
 
     @torch.no_grad()
     def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
-        """Return the summed gradients of this rank's shard; each rank with the same shard has summed a part of them."""
+        """Return the summed gradients of this rank's shard; if several ranks have this shard, get a part from each."""
         ranks = self._ranks
         rows, gathered = [], []
         at = 0

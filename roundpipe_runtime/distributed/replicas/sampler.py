@@ -23,10 +23,10 @@ from .reduction import rows_of_rank
 class ReplicaBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for a ``DataLoader`` that gives each rank its share of the rows of each batch.
 
-    A global batch is split into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``. Group ``g``
-    belongs to rank ``g`` modulo the number of ranks. The groups, and therefore the results of a training, do not depend
-    on the number of ranks. If the last batch has too few rows for all ranks, some ranks get an empty list: see
-    :func:`collate_with_empty`.
+    A global batch is split into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``. Rank ``r`` gets
+    the groups of rows with the numbers ``r``, ``r + size``, ``r + 2 * size`` and so on. The groups, and therefore the
+    results of a training, do not depend on the number of ranks. If the last batch has too few rows for all ranks, some
+    ranks get an empty list: see :func:`collate_with_empty`.
 
     Args:
         batches: for each global batch, a list of indices of data set rows, equal on all ranks; a ``BatchSampler``, or

@@ -1,8 +1,8 @@
 """Keep a large embedding or head matrix (a table) on the host, and copy rows or slices when a layer needs them.
 
 A :class:`HostTable` replaces the parameter: a tensor with the parameter's shape and no memory. Operations that need
-only some rows or slices of the table copy these parts to the device (`on_tables`). An operation for which no
-replacement is registered first copies the whole embedding or head matrix to the device.
+only some rows or slices of the table copy these parts to the device (`on_tables`). Operations that are not adapted to
+parts of the table first copy the whole embedding or head matrix to the device.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class TableAccess:
         return [] if self._whole is None else [self._whole]
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor) -> None:
-        """Add a gradient of the table rows ``place`` to the sum of gradients on the host, in the order of the calls."""
+        """Add the gradient of the table rows with the indices ``place`` to the sum of gradients in CPU memory."""
         # place: slice, or distinct row indices on the host
         copy, complete = self.device.copy_out(gradient, last=True, parameter=True)
         # On an accelerator one part is copied while the next one is computed.
@@ -340,7 +340,7 @@ class HostSum:
         return self._total
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Queue the gradient of the rows ``place``; add all but the last ``waiting`` queued gradients to the sum."""
+        """Queue the gradient of the rows ``place`` (indices); add all but the last ``waiting`` gradients to the sum."""
         # place: slice, or distinct row indices
         assert self.total is not None
         with self._lock:

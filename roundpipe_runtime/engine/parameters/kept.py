@@ -1,7 +1,7 @@
 """Keep copies of parameters on a device, and reuse the copies in later pipeline stages and training steps.
 
 Frozen parameters are kept with priority, because trained parameters are copied again after each optimizer step. The
-copies are chosen in advance: a device runs all layers in turn, so the least recently used copy is needed next.
+least recently used copy is not evicted first, because a device runs all layers in turn and needs that copy next.
 """
 
 from __future__ import annotations

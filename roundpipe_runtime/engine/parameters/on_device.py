@@ -213,7 +213,7 @@ class LayerOnDevice:
     def _are_as_copied(
         self, copy: torch.Tensor, source: torch.Tensor, dtype: torch.dtype | None = None
     ) -> bool | torch.Tensor:
-        """Return whether a copy equals the values on the host, as a bool or, from an accelerator, as a tensor."""
+        """Return whether a copy equals the values on the host; for an accelerator, the result is a tensor on it."""
         # dtype: dtype to which the copy was rounded. Default: that of the source.
         is_wrapper = of_torch.is_traceable_wrapper_subclass(source)
         if is_wrapper or source.is_inference() or source.layout != torch.strided:

@@ -1,15 +1,14 @@
 """Copy only those rows of a parameter to a device that a layer reads, such as the weights of experts that get tokens.
 
-The tensor on the device and its gradient have memory for all rows, so every operation gets the usual shapes. A
-placeholder for a parameter with one matrix per expert copies the matrices that an operation reads::
-
-    weight[expert]                          copies the indexed rows: of an index, slice, mask or tensor of indices
-    torch.nn.functional.grouped_mm(...)     copies the rows of groups that are not empty
-    weight.shape, weight.transpose(1, 2)    copies no rows; a view is a placeholder too
-    any other operation                     copies all rows
-
-After the copy, the operation runs on the device copy of the parameter, with the same values and autograd graph.
+On the device, the parameter and its gradient have memory for all rows, so operations get tensors of the usual shapes. A
+placeholder for a parameter with one matrix per expert copies the matrices that an operation reads. After the rows are
+copied, the operation gives the same values and autograd graph as with the whole parameter.
 """
+
+# weight[expert]                          copies the indexed rows: of an index, slice, mask or tensor of indices
+# torch.nn.functional.grouped_mm(...)     copies the rows of groups that are not empty
+# weight.shape, weight.transpose(1, 2)    copies no rows; a view is a placeholder too
+# any other operation                     copies all rows
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ class PartialTable:
         self.present: set[int] = set()
 
     def as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of a tensor whose first axis enumerates what is copied at once: a row, or the whole tensor."""
+        # axis 0 enumerates what is copied at once: a row, or the whole tensor
         return tensor.detach() if self.by_rows else tensor.detach().unsqueeze(0)
 
     def copy(self, rows: set[int], source: torch.Tensor) -> None:
@@ -164,7 +163,7 @@ NOTHING_PARTIAL = PartialPlan({}, False, lambda tables: None)
 
 
 class RoutedParameters:
-    """Records the share of expert weights that runs have read, to decide which weights later runs copy on demand."""
+    """Records which share of expert weights pipeline calls read, to decide which weights later calls copy on demand."""
 
     def __init__(self) -> None:
         self._shares: dict[tuple[Group, Hashable], float] = {}
@@ -219,7 +218,7 @@ class RoutedParameters:
 
 
 def find_groups(layer: LayerContents) -> dict[str, Members]:
-    """Return the parameters of a layer that may be read in part, by name: stacked experts, or lists of experts."""
+    """Return the expert weights of a layer, of which a call may read a part, keyed by name: stacked, or in lists."""
     # Names have `*` instead of an index in a list. If an expert itself is a `ModuleDict`, the names contain its keys.
     names = dict(_names(layer.module, ""))
     times = collections.Counter(id(slot.parameter) for slot in layer.slots)
@@ -282,7 +281,7 @@ class KnownRows:
         self._rows: list[int] = []
 
     def find(self, of: torch.Tensor, find: Callable[[torch.Tensor], list[int]]) -> list[int]:
-        """Return the rows that the tensor ``of`` selects; if not cached, call ``find``, which waits for the device."""
+        """Return the rows that an index tensor selects: cached rows, or those that ``find`` reads from the device."""
         known = None if self._of is None else self._of()
         if known is of and self._version == of._version:
             return self._rows
@@ -417,7 +416,7 @@ class PartialLayer:
         return reserved
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy parameter rows when operations read them; if the plan omits the parameter, copy missing rows now."""
+        """Register a parameter whose rows are copied when read; copy all rows now if the plan lacks the parameter."""
         # copy: the tensor that layers compute with, which shares the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:

@@ -66,7 +66,7 @@ class StageLayers:
         return self.here[layer]
 
     def upload_ready(self) -> None:
-        """Upload the stage's next layers whose parameters are up to date; the first microbatch uploads the others."""
+        """Upload the stage's next layers up to one that waits for its update; later layers are uploaded when called."""
         for layer in self.stage.layers[len(self.here) :]:
             # A layer whose update is still running would delay layers that are ready. The stage waits when it needs the
             # layer.

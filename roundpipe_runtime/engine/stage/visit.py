@@ -1,14 +1,12 @@
 """Run one pipeline stage on one device: copy parameters, run all microbatches through layers, copy gradients back.
 
-Every layer has a separate autograd graph, whichever stage contains the layer. Therefore gradients are summed in the
-same order for any split of layers into stages, and the result is bitwise identical.
-
-::
-
-    # forward stage     get the activations of a microbatch, call the layers, pass the outputs to the next stage
-    # fused stage       get activations, call the layers, compute the loss, run the backward; no recomputation
-    # backward stage    get the saved inputs and the output gradients, recompute the layers, run their backward
+Every layer has a separate autograd graph, whichever stage contains the layer. Gradients are summed in the same order
+for any split of layers into stages, so the result is bitwise identical.
 """
+
+# forward stage     get the activations of a microbatch, call the layers, pass the outputs to the next stage
+# fused stage       get activations, call the layers, compute the loss, run the backward; no recomputation
+# backward stage    get the saved inputs and the output gradients, recompute the layers, run their backward
 
 from __future__ import annotations
 
@@ -258,7 +256,7 @@ class Visit:
     def _look(
         self, resident: LayerOnDevice, microbatch: int, kind: CallKind, result: LayerCall, exits: Sequence[torch.Tensor]
     ) -> None:
-        """Check that recomputed outputs are equal, and that gradients flow only to inputs and parameters of a layer."""
+        """Check that recomputed outputs are unchanged, and gradients reach only inputs and parameters of the layer."""
         key = resident.contents.index, microbatch
         if kind != "forward":
             check_leaves(resident.contents, exits, result.entries, resident.parameters(), self.spec.contents)

@@ -32,7 +32,7 @@ from benchmarks.bench_flatten import machine, versions  # found there only
 from benchmarks.waiting_layers import WaitingLayer, WaitingSGD
 from roundpipe_runtime import LayerCost, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, Timeline
 from roundpipe_runtime.estimate import Hardware, describe_hardware, measure_layers, simulate, step_plan
-from roundpipe_runtime.timeline.record import device_totals
+from roundpipe_runtime.schedule.timeline import device_totals
 
 __all__ = ["Compared", "compare_waiting"]
 

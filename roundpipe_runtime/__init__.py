@@ -15,7 +15,7 @@ Importing ``roundpipe_runtime`` starts no thread and touches no accelerator.
 
 from __future__ import annotations
 
-from yobx_flatten.lazy_names import lazy_names
+from yobx_flatten.core.lazy_names import lazy_names
 
 TYPE_CHECKING = False  # as in `typing`, whose import takes longer than the rest of this file
 
@@ -49,7 +49,7 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
 _HOMES = (
     "batch.loss", "batch.spec", "checkpoint", "device.accelerator", "device.protocol", "device.virtual",
     "engine.config", "engine.recomputed", "errors", "huggingface", "optim.step", "pipeline", "schedule.partitioning",
-    "schedule.plan", "timeline.record",
+    "schedule.plan", "schedule.timeline",
 )  # fmt: skip
 
 # They are derived from transformers classes. `import *` leaves them out, because it would import transformers.
@@ -84,6 +84,6 @@ if TYPE_CHECKING:  # a type checker sees the same names
     from .pipeline import RoundPipe
     from .schedule.partitioning import LayerCost
     from .schedule.plan import ModelExecutePlan
-    from .timeline.record import Record, Timeline
+    from .schedule.timeline import Record, Timeline
 else:
     __getattr__, __dir__ = lazy_names(globals(), _HOMES, dict.fromkeys(_TRAINERS, _trainer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from yobx_flatten.terminal import ended_by_ctrl_c
+from yobx_flatten.core.terminal import ended_by_ctrl_c
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run
 
     with ended_by_ctrl_c("roundpipe"):
-        from yobx_flatten.terminal.running import starting
+        from yobx_flatten.core.terminal.running import starting
 
     return starting("roundpipe", start, argv)
 

@@ -77,7 +77,9 @@ sys.exit(main(["env"] if "{package}" == "yobx_flatten" else ["doctor"]))
 
 
 @PACKAGES
-@pytest.mark.parametrize("module", ["typing", "yobx_flatten.terminal.running", "typer", "torch", "torch.nn.functional"])
+@pytest.mark.parametrize(
+    "module", ["typing", "yobx_flatten.core.terminal.running", "typer", "torch", "torch.nn.functional"]
+)
 def test_ctrl_c_during_imports_is_one_line(package, module):
     done = interpreted(INTERRUPTED.format(package=package), arguments=[module])
     assert done.returncode == 130, done.stderr

@@ -91,16 +91,18 @@ def test_packages_depend_in_one_direction_and_optional_frameworks_are_not_import
     assert late == [], "move it into the function that needs it"
     package = module.partition(".")[0]
     is_command_line = module.startswith(("roundpipe_runtime.cli.", "roundpipe_runtime.__main__"))
-    shared = ("yobx_flatten.terminal", "yobx_flatten.cli.", "yobx_flatten.model_folder.") if is_command_line else ()
+    shared = (
+        ("yobx_flatten.core.terminal", "yobx_flatten.cli.", "yobx_flatten.model_folder.") if is_command_line else ()
+    )
     inner = (
         *(f".errors.{name}" for name in ("dependencies", "failures", "tried_versions")),
         *(f".core.{name}" for name in ("compare", "effects", "interrupts")),
-        *(".huggingface.cache_names", ".lazy_names", ".private_names.of_torch", ".recipe.aliases"),
+        *(".huggingface.cache_names", ".core.lazy_names", ".core.private_names.of_torch", ".registry.recipe.aliases"),
         *(f".model_folder.source.{name}" for name in ("configuration", "packed_weights")),
         # one way to read one weight
         *(f".model_folder.source.{name}" for name in ("find", "gguf_file", "open")),
         # one way to a disk, and one to run what a file chooses
-        *(f".files.{name}" for name in ("document", "limited", "scratch", "tensors")),
+        *(f".core.files.{name}" for name in ("document", "limited", "scratch", "tensors")),
         ".registry.patches",  # one way to replace an attribute for a while
     )
     public = {f"yobx_flatten{inside}" for inside in ("", *inner)}
@@ -119,7 +121,7 @@ def test_the_reader_sees_every_way_to_write_an_import(monkeypatch, tmp_path):
     source.write_text(
         "import transformers.cache_utils\n"
         "from ..errors import RoundTripError\n"
-        "from .. import recipe\n"
+        "from .. import trees\n"
         "from . import layers\n"
         "from yobx_flatten.registry import REGISTRY\n"
         "if True:\n"
@@ -128,13 +130,13 @@ def test_the_reader_sees_every_way_to_write_an_import(monkeypatch, tmp_path):
         "    import jax\n",
         encoding="utf-8",
     )
-    files = dict.fromkeys(["yobx_flatten.recipe", "yobx_flatten.huggingface.layers"], ROOT)
+    files = dict.fromkeys(["yobx_flatten.trees", "yobx_flatten.huggingface.layers"], ROOT)
     files["yobx_flatten.huggingface.known"] = source
     monkeypatch.setattr(sys.modules[__name__], "modules", lambda: files)
     assert [found[1:] for found in imports_of("yobx_flatten.huggingface.known")] == [
         ("transformers.cache_utils", 1, True),
         ("yobx_flatten.errors", 2, True),
-        ("yobx_flatten.recipe", 3, True),
+        ("yobx_flatten.trees", 3, True),
         ("yobx_flatten.huggingface.layers", 4, True),
         ("yobx_flatten.registry", 5, True),
         ("onnx", 7, True),

@@ -8,7 +8,7 @@ import pytest
 
 import roundpipe_runtime
 import yobx_flatten
-from yobx_flatten.private_names import Private, lookup_in, of_torch, of_transformers
+from yobx_flatten.core.private_names import Private, lookup_in, of_torch, of_transformers
 
 LIBRARIES = {"torch", "onnxscript", "transformers"}
 # torch documents these under their names

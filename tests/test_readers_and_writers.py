@@ -1,4 +1,4 @@
-"""Files that a user or another file names are opened and written by `yobx_flatten.files`, with no way around it.
+"""Files that a user or another file names are opened and written by `yobx_flatten.core.files`, with no way around it.
 
 It refuses pipes and devices, and writes whole or not at all.
 """
@@ -16,9 +16,9 @@ OWN = "files that this process has just written in a hidden folder"
 # Files of both packages that open files by themselves, and why they may
 READERS = {
     "yobx_flatten/errors/dependencies.py": "what pip noted of the installed package",
-    "yobx_flatten/files/document.py": "the way to a file; safetensors opens what `open_regular` has opened before",
-    "yobx_flatten/files/limited.py": SYSTEM,
-    "yobx_flatten/files/scratch.py": "the list in a hidden folder, which is read under its lock",
+    "yobx_flatten/core/files/document.py": "the way to a file; safetensors opens what `open_regular` has opened before",
+    "yobx_flatten/core/files/limited.py": SYSTEM,
+    "yobx_flatten/core/files/scratch.py": "the list in a hidden folder, which is read under its lock",
     "yobx_flatten/export/onnx/compare_nodes.py": "onnx_ir opens what `read_onnx` has read before",
     "yobx_flatten/export/onnx/quantized.py": OWN,
     "yobx_flatten/export/onnx/rounding.py": OWN,
@@ -28,7 +28,7 @@ READERS = {
     "yobx_flatten/model_folder/client_layout.py": OWN,
     "yobx_flatten/runners/onnx_session.py": SYSTEM,
     "yobx_flatten/runners/program_runner.py": "a program, which only a caller that trusts it may load",
-    "yobx_flatten/terminal/running.py": SYSTEM,
+    "yobx_flatten/core/terminal/running.py": SYSTEM,
     "roundpipe_runtime/device/disk.py": SYSTEM,
     "roundpipe_runtime/distributed/ranks/alarm.py": SYSTEM,
     "roundpipe_runtime/estimate/hardware.py": SYSTEM,
@@ -37,8 +37,8 @@ READERS = {
 HIDDEN = "it is given a place in a hidden folder, which its caller publishes"
 # Files of both packages that write, rename or save by themselves, and why they may
 WRITERS = {
-    "yobx_flatten/files/scratch.py": "the way to the disk",
-    "yobx_flatten/files/document.py": HIDDEN,
+    "yobx_flatten/core/files/scratch.py": "the way to the disk",
+    "yobx_flatten/core/files/document.py": HIDDEN,
     "yobx_flatten/export/onnx/file.py": HIDDEN,
     "yobx_flatten/export/onnx/rounding.py": "a temporary file that is read at once",
     "yobx_flatten/export/onnx/weights.py": HIDDEN,
@@ -102,7 +102,7 @@ def finds(rule, source):
 @pytest.mark.parametrize(("rule", "allowed"), [(reads, READERS), (writes, WRITERS)], ids=["reads", "writes"])
 @pytest.mark.parametrize("package", [yobx_flatten, roundpipe_runtime], ids=lambda package: package.__name__)
 def test_no_code_goes_around_it(package, rule, allowed):
-    """A new reader or writer uses `yobx_flatten.files`, or states here why it need not."""
+    """A new reader or writer uses `yobx_flatten.core.files`, or states here why it need not."""
     root = pathlib.Path(package.__file__).parent
     paths = sorted(root.rglob("*.py"))
     found = {

@@ -12,7 +12,7 @@ Classes of results and of errors are in subpackages, such as ``yobx_flatten.erro
 
 from __future__ import annotations
 
-from .lazy_names import lazy_names
+from .core.lazy_names import lazy_names
 
 TYPE_CHECKING = False  # as in `typing`, whose import takes longer than the rest of this file
 __version__ = "0.1.0"
@@ -53,8 +53,8 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
 
 # The modules of the public names. Names outside of `__all__` are also found: earlier versions had them here.
 _HOMES = (
-    "declare", "diagnose", "errors", "export", "generate", "huggingface", "model_folder", "record", "storage", "trees",
-    "verify",
+    "declare", "diagnose", "errors", "export", "export.record", "generate", "huggingface", "model_folder", "storage",
+    "trees", "verify",
 )  # fmt: skip
 
 if TYPE_CHECKING:  # the same names for a type checker
@@ -62,13 +62,13 @@ if TYPE_CHECKING:  # the same names for a type checker
     from .diagnose import *
     from .errors import *
     from .export import *
+    from .export.record import *
     from .generate import *
     from .huggingface import *
     from .model_folder import *
-    from .recipe.attributes import functions_from_fields
-    from .record import *
+    from .registry.recipe.attributes import functions_from_fields
     from .storage import *
     from .trees import *
     from .verify import *
 else:
-    __getattr__, __dir__ = lazy_names(globals(), (*_HOMES, "recipe.attributes"))
+    __getattr__, __dir__ = lazy_names(globals(), (*_HOMES, "registry.recipe.attributes"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from .terminal import ended_by_ctrl_c
+from .core.terminal import ended_by_ctrl_c
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run
 
     with ended_by_ctrl_c("yobx-flatten"):
-        from .terminal.running import starting
+        from .core.terminal.running import starting
 
     return starting("yobx-flatten", start, argv)
 

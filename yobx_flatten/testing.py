@@ -18,7 +18,7 @@ from typing import Any
 
 from .diagnose.checks import check_recipe, recipe_of
 from .errors.dependencies import require
-from .recipe.roundtrip import CHECKS
+from .registry.recipe.roundtrip import CHECKS
 
 __all__ = ["assert_same_as_model", "check_recipe", "recipe_tests"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from yobx_flatten import Leaf, find_unregistered, leaves
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import PyTree
+from yobx_flatten.core.private_names.of_torch import pytree
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 from ..device.transfer import HeldMask, held, is_block_mask, leaf_test
 from ..errors import ConfigError, SplitError, UnregisteredObjectError

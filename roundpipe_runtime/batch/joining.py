@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from yobx_flatten import compare_specs, leaves
-from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.core.private_names.of_torch import pytree
 from yobx_flatten.trees import Leaf
 
 from ..errors import JoinError

@@ -29,8 +29,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import PyTree
+from yobx_flatten.core.private_names.of_torch import pytree
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 from ..errors import ConfigError, LossError, UnevenSplitWarning, warn
 

@@ -21,9 +21,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from yobx_flatten.core.compare import compare, tolerance
+from yobx_flatten.core.private_names.of_torch import DisableTorchFunction
 from yobx_flatten.errors.failures import result_or
-from yobx_flatten.private_names.of_torch import DisableTorchFunction
-from yobx_flatten.recipe.aliases import Kwargs
+from yobx_flatten.registry.recipe.aliases import Kwargs
 
 Way: TypeAlias = Literal["rows", "items", "sum"]
 LossWay: TypeAlias = Way | Literal["joined", "whole"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.core.private_names.of_torch import pytree
 
 from ..device.transfer import HeldMask, cut_mask, held, leaf_test
 from ..errors import SplitError

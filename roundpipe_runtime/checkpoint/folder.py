@@ -23,8 +23,8 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 
-from yobx_flatten.files.document import inside, open_regular, read_document
-from yobx_flatten.files.scratch import flush_folder, flush_tree, hold
+from yobx_flatten.core.files.document import inside, open_regular, read_document
+from yobx_flatten.core.files.scratch import flush_folder, flush_tree, hold
 
 from ..device.worker import on_error
 from ..errors import CheckpointError, DamagedCheckpointError

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.files.document import damage_as
+from yobx_flatten.core.files.document import damage_as
 
 from ..device.disk import HOST_IN_MEMORY
 from ..device.worker import Uninterrupted, Worker, free_after_fork, is_done, noting, on_error, wait_for

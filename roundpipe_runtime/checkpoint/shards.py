@@ -112,7 +112,7 @@ def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         tensor = tensor.reshape(target.shape)  # with several processes, a scalar is a vector of one element
     if not is_sharded(target) or is_sharded(tensor) or tensor.shape != target.shape:
         return tensor
-    from yobx_flatten.private_names.of_torch import compute_local_shape_and_global_offset
+    from yobx_flatten.core.private_names.of_torch import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     local = tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from yobx_flatten.files.document import read_document
+from yobx_flatten.core.files.document import read_document
 
 from ..device.disk import disk_of
 from ..errors import CheckpointError, DamagedCheckpointError

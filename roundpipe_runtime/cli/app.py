@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from yobx_flatten import FlattenError
-from yobx_flatten.terminal.output import say
-from yobx_flatten.terminal.running import reflow_help, run_app
+from yobx_flatten.core.terminal.output import say
+from yobx_flatten.core.terminal.running import reflow_help, run_app
 
 from ..distributed.ranks.torchrun import is_one_of_many
 from ..errors import RoundPipeError

@@ -23,9 +23,9 @@ import torch
 import typer
 from torch import nn
 
+from yobx_flatten.core.terminal.output import console as make_console
+from yobx_flatten.core.terminal.output import say_json
 from yobx_flatten.errors.failures import format_bytes, table
-from yobx_flatten.terminal.output import console as make_console
-from yobx_flatten.terminal.output import say_json
 
 from ..device.protocol import Event
 from ..device.virtual import VirtualDevice
@@ -36,7 +36,7 @@ from ..estimate.footprint import Footprint, storage_bytes
 from ..optim.step import OptimizerCtx
 from ..optim.torch_steps import Adam
 from ..pipeline import RoundPipe
-from ..timeline.record import Timeline, draw_on
+from ..schedule.timeline import Timeline, draw_on
 
 STEPS, SHOWN_EVERY, COUNTED_STEPS = 24, 4, 2
 ROWS, LENGTH, WIDTH, BLOCKS = 10, 32, 96, 12

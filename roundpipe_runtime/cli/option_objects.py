@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import typer
 
+from yobx_flatten.core.terminal.running import UserError
 from yobx_flatten.errors.failures import result_or
-from yobx_flatten.terminal.running import UserError
 
 T = TypeVar("T")
 

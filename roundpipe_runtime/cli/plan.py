@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from yobx_flatten.core.terminal.output import progress, say, say_json
+from yobx_flatten.core.terminal.running import CHECK_FAILED, UserError
 from yobx_flatten.errors.failures import format_bytes, table
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
-from yobx_flatten.terminal.output import progress, say, say_json
-from yobx_flatten.terminal.running import CHECK_FAILED, UserError
 
 from ..device.disk import HOST_IN_MEMORY, disk_folder
 from ..estimate.hardware import Hardware, describe_hardware, device_kind, device_names, load_machine, measure_disk

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from yobx_flatten.core.terminal.output import console, printable, say, say_json
 from yobx_flatten.errors.failures import format_bytes, table
-from yobx_flatten.terminal.output import console, printable, say, say_json
 
-from ..timeline.record import device_totals, draw_on, merge_timelines, stage_totals
+from ..schedule.timeline import device_totals, draw_on, merge_timelines, stage_totals
 from .option_objects import format_seconds
 
 

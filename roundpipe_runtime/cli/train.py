@@ -15,9 +15,9 @@ from typing import Any
 import typer
 from torch import nn
 
+from yobx_flatten.core.terminal.output import console, printable, say, say_json
+from yobx_flatten.core.terminal.running import UserError
 from yobx_flatten.errors.failures import format_bytes, raised_as
-from yobx_flatten.terminal.output import console, printable, say, say_json
-from yobx_flatten.terminal.running import UserError
 
 from .. import fine_tune as tuning
 from ..device.composite import is_composite, stored_bytes

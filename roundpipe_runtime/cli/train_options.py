@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from yobx_flatten.core.files.document import read_text
+from yobx_flatten.core.terminal.running import UserError, meant_option
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.errors.failures import raised_as
-from yobx_flatten.files.document import read_text
 from yobx_flatten.model_folder.source.find import MODEL_NAMES, find_model
-from yobx_flatten.terminal.running import UserError, meant_option
 
 from ..device.accelerator import parse_devices
 from ..device.disk import HOST_IN_MEMORY, disk_folder

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from yobx_flatten.private_names.of_torch import storage_use_count
+from yobx_flatten.core.private_names.of_torch import storage_use_count
 
 from ..errors import ConfigError, DeviceError, DeviceMemoryError
 from .protocol import NOW, Device, Event, EventClock, Runs

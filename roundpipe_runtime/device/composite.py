@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from yobx_flatten import find_unregistered
+from yobx_flatten.core.private_names.of_torch import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 from yobx_flatten.errors.failures import first_line, result_or
-from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, is_traceable_wrapper_subclass
 
 from ..errors import ConfigError
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from yobx_flatten import find_unregistered
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import PyTree
+from yobx_flatten.core.private_names.of_torch import pytree
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 from ..errors import ConfigError, UnregisteredObjectError
 from .protocol import Device, Event

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from yobx_flatten.core.interrupts import Undoing
-from yobx_flatten.private_names import of_torch
+from yobx_flatten.core.private_names import of_torch
 
 _DEPTH = 4  # nested function calls that the search for thread locals follows
 _LIBRARIES = frozenset({"torch", *sys.stdlib_module_names})  # their thread locals are internal to them

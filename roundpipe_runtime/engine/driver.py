@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from yobx_flatten.core.private_names.of_torch import pytree
 from yobx_flatten.errors.failures import raised_as
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import PyTree
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 from ..batch.entries import FlatBatch, FlatMicrobatch, check_labels
 from ..batch.joining import join

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
-from yobx_flatten.private_names.of_torch import tensor_use_count
+from yobx_flatten.core.private_names.of_torch import tensor_use_count
 
 from ..device.transfer import TreeStructure
 from ..device.worker import generator_alone

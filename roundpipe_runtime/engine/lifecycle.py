@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.core.private_names.of_torch import transforms_are_active
 from yobx_flatten.errors.failures import raised_as
-from yobx_flatten.private_names.of_torch import transforms_are_active
-from yobx_flatten.recipe.aliases import PyTree
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..batch.loss import LossContract
@@ -38,7 +38,7 @@ from ..optim.step import wait_for_updates
 from ..schedule.partitioning import MeasuredCosts
 from ..schedule.plan import ModelExecutePlan, RunType
 from ..schedule.round_robin import RoundRobin, Stage, stages_within
-from ..timeline.record import CURRENT_TIMELINE
+from ..schedule.timeline import CURRENT_TIMELINE
 from .code_state import CallerState, gradient_mode_kept, is_due
 from .config import NOT_COMPILED, CompiledLayers, RoundPipeRunConfig
 from .draws import Draws, run_base

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 
 from yobx_flatten.core.effects import undisturbed
-from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.core.private_names.of_torch import pytree
 
 from ..batch.entries import FlatMicrobatch
 from ..batch.loss import Reduction, read_loss

@@ -16,7 +16,7 @@ from ..device.protocol import Clock, Device
 from ..optim.layer_contents import LargeTables, TableRule, needed_bytes, rule_for, scan
 from ..schedule.partitioning import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
-from ..timeline.record import Timeline
+from ..schedule.timeline import Timeline
 from .code_state import is_due
 
 # If the forward of a layer takes fewer seconds on the CPU, two threads are slower than one: torch releases the GIL at

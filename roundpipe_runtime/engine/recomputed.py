@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.core.private_names.of_torch import pytree
 
 from ..device.worker import generator_alone, generator_lock
 from ..errors import StageError

@@ -31,8 +31,8 @@ from torch import nn
 from yobx_flatten.core.compare import tolerance
 from yobx_flatten.core.effects import Snapshot, undisturbed
 from yobx_flatten.core.interrupts import Undoing
+from yobx_flatten.core.private_names.of_torch import NormBase, pytree
 from yobx_flatten.errors.failures import raised_as
-from yobx_flatten.private_names.of_torch import NormBase, pytree
 
 from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..errors import KEEPS_STATE, RoundPipeWarning, SplitError, mixes_rows_backward, mixes_rows_forward, warn

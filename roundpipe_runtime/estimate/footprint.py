@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from yobx_flatten.private_names.of_torch import TorchDispatchMode, pytree
+from yobx_flatten.core.private_names.of_torch import TorchDispatchMode, pytree
 
 from ..device.protocol import NOW, Event
 from ..device.transfer import flatten_value

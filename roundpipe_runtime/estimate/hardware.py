@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from yobx_flatten.files.document import read_document
-from yobx_flatten.files.scratch import write_text
+from yobx_flatten.core.files.document import read_document
+from yobx_flatten.core.files.scratch import write_text
 
 from ..device.accelerator import accelerators, memory_info, parse_devices
 from ..device.disk import DiskMemory

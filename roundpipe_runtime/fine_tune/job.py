@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yobx_flatten import FlattenError
+from yobx_flatten.core.private_names.of_torch import default_store
 from yobx_flatten.errors.failures import result_or
-from yobx_flatten.private_names.of_torch import default_store
 
 from ..checkpoint.shards import CheckpointRanks
 from ..distributed.ranks.torchrun import join_job

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from yobx_flatten.files.document import read_document
+from yobx_flatten.core.files.document import read_document
 
 from ..device.accelerator import AcceleratorDevice
 from ..engine.config import RoundPipeRunConfig
@@ -26,7 +26,7 @@ from ..errors import DamagedCheckpointError, FineTuneError
 from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.trainer.classes import RoundPipeTrainer
 from ..huggingface.wrap import WrappedModel
-from ..timeline.record import Timeline
+from ..schedule.timeline import Timeline
 from .data.chat_rows import Rows
 from .job import Interruption, Job
 from .records import EvalRecord, StepRecord, device_peak, process_memory, record_of

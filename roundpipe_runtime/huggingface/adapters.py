@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.recipe.aliases import Kwargs
+from yobx_flatten.registry.recipe.aliases import Kwargs
 
 
 def is_adapted(model: nn.Module) -> bool:

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from yobx_flatten import leaves
+from yobx_flatten.core.private_names.of_torch import pytree
 from yobx_flatten.errors.failures import result_or
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ..batch.joining import join
 from ..batch.loss import WeightedLoss

@@ -12,7 +12,7 @@ from torch import nn
 
 from yobx_flatten.errors.failures import format_bytes
 from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in, named_for
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ..batch.loss_proof import LossProof, LossWay
 from ..engine.config import RoundPipeRunConfig

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from yobx_flatten.core.compare import relative_difference, tolerance
+from yobx_flatten.core.private_names.of_torch import pytree
 from yobx_flatten.errors.failures import result_or
 from yobx_flatten.huggingface.cache_names import cache_of, name_in
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from yobx_flatten.registry.patches import AttributePatch
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ..batch.entries import is_cache
 from ..errors import CutError

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from yobx_flatten.core.compare import relative_difference, tolerance
-from yobx_flatten.recipe.aliases import Kwargs
+from yobx_flatten.registry.recipe.aliases import Kwargs
 
 from ..distributed.ranks.ranks import check_mesh, job_timeout
 from ..engine.config import RoundPipeRunConfig

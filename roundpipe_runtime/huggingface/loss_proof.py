@@ -20,8 +20,8 @@ from torch import nn
 from torch.func import functional_call
 
 from yobx_flatten.core.compare import compare
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import Kwargs
+from yobx_flatten.core.private_names.of_torch import pytree
+from yobx_flatten.registry.recipe.aliases import Kwargs
 
 from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..batch.joining import join

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from yobx_flatten.errors.failures import first_line
-from yobx_flatten.recipe.aliases import Kwargs
+from yobx_flatten.registry.recipe.aliases import Kwargs
 
 from ..engine.planner import FOR_PARAMETERS, stage_limit
 from ..errors import ConfigError, CutError

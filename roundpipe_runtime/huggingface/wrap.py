@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ..batch.loss_proof import LossWay
 from ..device.composite import check_copyable, stored_bytes

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from yobx_flatten.private_names.of_torch import norm_and_scaling
+from yobx_flatten.core.private_names.of_torch import norm_and_scaling
 
 from ..device.disk import DiskMemory, disk_of, in_groups, page_out, passing
 from ..device.pinning import is_dense

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.core.private_names.of_torch import is_traceable_wrapper_subclass
 from yobx_flatten.errors.failures import result_or
-from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
 from ..device.worker import Worker, generator_kept
 from ..errors import ConfigError, StageError

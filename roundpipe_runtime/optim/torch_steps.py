@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from yobx_flatten.private_names.of_torch import clipping_functions, optimizer_post_hooks
+from yobx_flatten.core.private_names.of_torch import clipping_functions, optimizer_post_hooks
 
 from ..errors import ConfigError, warn
 

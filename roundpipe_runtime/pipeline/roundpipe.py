@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import PyTree
+from yobx_flatten.core.private_names.of_torch import pytree
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 from ..batch.entries import check_call
 from ..batch.loss import LossContract, WeightedLoss

@@ -15,7 +15,7 @@ import roundpipe_runtime as rp
 import yobx_flatten as yf
 from roundpipe_runtime.estimate.hardware import load_machine
 from roundpipe_runtime.fine_tune import load_tokenizer, model_source, read_blocks, read_chats
-from roundpipe_runtime.timeline.record import merge_timelines
+from roundpipe_runtime.schedule.timeline import merge_timelines
 from tests.runtime import tiny_training as tiny
 from yobx_flatten.errors import FlattenError
 from yobx_flatten.model_folder.sentence import read_modules

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests import fresh_process
-from yobx_flatten.files.scratch import settle
+from yobx_flatten.core.files.scratch import settle
 
 pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")

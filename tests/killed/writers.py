@@ -19,7 +19,7 @@ import torch
 import roundpipe_runtime as rp
 import yobx_flatten as yf
 from roundpipe_runtime.fine_tune import ByteTokenizer, model_source, save_model
-from roundpipe_runtime.timeline.record import merge_timelines
+from roundpipe_runtime.schedule.timeline import merge_timelines
 from tests.runtime import tiny_training as tiny
 from yobx_flatten.export.onnx import file as onnx_file
 

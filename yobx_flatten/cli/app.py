@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..core.terminal.output import say, say_json
+from ..core.terminal.running import UserError, reflow_help, run_app
 from ..errors.tried_versions import NEWEST_TRIED, untried_versions
-from ..terminal.output import say, say_json
-from ..terminal.running import UserError, reflow_help, run_app
 from .demo import demo
 from .export_command import export
 from .folder_commands import adapter, chat, generate, verify

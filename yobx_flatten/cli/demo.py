@@ -18,17 +18,17 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..core.files.scratch import check_writable
+from ..core.terminal.output import progress, say, say_json, table
+from ..core.terminal.running import UserError
 from ..errors import ReplayError
 from ..errors.dependencies import require
 from ..export.calls import export_onnx
 from ..export.proof.eager_runs import Case
 from ..export.proof.report import ExportReport
-from ..files.scratch import check_writable
 from ..huggingface.cache_names import CACHE, PRESENT, cache_of
 from ..huggingface.caches.layers import code_of
 from ..huggingface.cases import DecodeSizes, decode_inputs
-from ..terminal.output import progress, say, say_json, table
-from ..terminal.running import UserError
 
 WINDOW = 8
 STEPS = 6

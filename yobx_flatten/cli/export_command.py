@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..core.terminal.output import progress, say, say_json
+from ..core.terminal.running import UserError
 from ..export.quantization import Quantization
 from ..model_folder.pieces.tasks import TASKS
 from ..model_folder.source.find import MODEL_NAMES, FoundModel, find_model
 from ..model_folder.write import ExportedFolder, check_target, export_folder
-from ..terminal.output import progress, say, say_json
-from ..terminal.running import UserError
 from .folder_commands import named_folders
 
 # tasks for which `yobx-flatten generate` runs the folder

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from ..core.terminal.output import progress, say, say_json
+from ..core.terminal.running import CHECK_FAILED, REFUSED, UserError
 from ..errors import DamagedFileError
 from ..generate.sampling import Sampling
 from ..generate.settings import MANIFEST
@@ -20,8 +22,6 @@ from ..model_folder.open_folder import open_generator
 from ..model_folder.source.find import open_tokenizer, readable, require_transformers
 from ..model_folder.texts import chat_text, chat_tokenizer, message_tokens, text_pieces
 from ..model_folder.verify import verify_folder
-from ..terminal.output import progress, say, say_json
-from ..terminal.running import CHECK_FAILED, REFUSED, UserError
 from ..verify.verify_file import verify_file
 
 Folder = Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")]

@@ -15,23 +15,23 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..core.files.scratch import is_folder
+from ..core.terminal.output import printable, say, say_json, table
+from ..core.terminal.running import CHECK_FAILED, UserError
 from ..declare.listing import flattening_list
 from ..declare.scopes import register_flattening_functions
 from ..diagnose.checks import Findings, check_inputs
 from ..diagnose.drawing import explain as draw
 from ..errors import ForeignFileError, GenerationError
 from ..errors.failures import raised_as
-from ..files.scratch import is_folder
+from ..export.record.call import call_files
+from ..export.record.calls import RecordedCalls
 from ..model_folder.pieces.tasks import pieces_for
 from ..model_folder.source.find import MODEL_NAMES, find_model, require_transformers
-from ..record.call import call_files
-from ..record.calls import RecordedCalls
 from ..runners.onnx_session import open_session
 from ..runners.program_runner import ProgramRunner, open_program
 from ..storage.cases import load_case
 from ..storage.nested import load_nested
-from ..terminal.output import printable, say, say_json, table
-from ..terminal.running import CHECK_FAILED, UserError
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 

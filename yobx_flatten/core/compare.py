@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from ..errors import ReplayError, describe_class
-from ..private_names.of_torch import pytree
+from .private_names.of_torch import pytree
 
 Kind: TypeAlias = Literal["file", "layers", "gradients", "sums", "kernels", "rows"]
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..errors.failures import result_or
-from ..private_names.of_torch import DisableTorchFunctionSubclass, set_version
+from .private_names.of_torch import DisableTorchFunctionSubclass, set_version
 
 # Built-in types whose ``repr`` runs no code of a user
 NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range)

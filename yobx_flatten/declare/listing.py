@@ -7,7 +7,7 @@ import importlib
 
 from ..errors import describe_class
 from ..errors.dependencies import is_installed
-from ..recipe.contract import Recipe
+from ..registry.recipe.contract import Recipe
 
 _TABLES = "torch (Python), torch (C++), torch.fx"
 _OTHERS_TABLES = "torch (Python), torch (C++)"  # where `torch.utils._pytree.register_pytree_node` registers a class

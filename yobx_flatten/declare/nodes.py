@@ -14,16 +14,23 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, TypeVar, cast, dataclass_transform, overload
 
+from ..core.private_names.of_torch import pytree
 from ..errors import InvalidArgumentError, InvalidRegistrationError, NotRegisteredError, describe_class
 from ..errors.dependencies import require
 from ..errors.failures import undone_on_failure
-from ..private_names.of_torch import pytree
-from ..recipe import contract
-from ..recipe.aliases import Static
-from ..recipe.attributes import functions_from_fields, names_of
-from ..recipe.fields import JaxFlatten, JaxFlattenWithKeys, JaxUnflatten, functions_of, functions_of_jax, torch_key
-from ..recipe.roundtrip import check_round_trip
 from ..registry.claims import REGISTRY
+from ..registry.recipe import contract
+from ..registry.recipe.aliases import Static
+from ..registry.recipe.attributes import functions_from_fields, names_of
+from ..registry.recipe.fields import (
+    JaxFlatten,
+    JaxFlattenWithKeys,
+    JaxUnflatten,
+    functions_of,
+    functions_of_jax,
+    torch_key,
+)
+from ..registry.recipe.roundtrip import check_round_trip
 
 C = TypeVar("C", bound=type)
 Backends = str | Iterable[str]

@@ -16,7 +16,9 @@ from ..core.interrupts import DeferredSignals
 from ..errors import InvalidRegistrationError, RoundTripError, describe_class
 from ..errors.dependencies import require
 from ..errors.failures import say, undone_on_failure, verbosity
-from ..recipe.contract import (
+from ..registry.claims import REGISTRY, TORCH
+from ..registry.patches import LOCK, ImportHook
+from ..registry.recipe.contract import (
     Flatten,
     FlattenFunctions,
     FlattenWithKeys,
@@ -26,10 +28,8 @@ from ..recipe.contract import (
     require_class,
     require_node,
 )
-from ..recipe.fields import functions_of
-from ..recipe.roundtrip import check_round_trip
-from ..registry.claims import REGISTRY, TORCH
-from ..registry.patches import LOCK, ImportHook
+from ..registry.recipe.fields import functions_of
+from ..registry.recipe.roundtrip import check_round_trip
 from ..trace.hook import EXPORT_HOOK
 from ..trace.trace_settings import TraceSupport
 

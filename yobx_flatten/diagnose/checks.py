@@ -13,12 +13,12 @@ import torch
 from torch.export import Dim
 
 from ..core.contents import Layouts
+from ..core.private_names.of_torch import pytree
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError, describe_class
-from ..private_names.of_torch import pytree
-from ..recipe.aliases import DynamicShapes
-from ..recipe.contract import Recipe, require_class
-from ..recipe.roundtrip import CHECKS
 from ..registry.claims import REGISTRY
+from ..registry.recipe.aliases import DynamicShapes
+from ..registry.recipe.contract import Recipe, require_class
+from ..registry.recipe.roundtrip import CHECKS
 from ..trace.hook import EXPORT_HOOK
 from ..trees import arguments
 from ..trees.dynamic_specs import by_parameter, without_specs

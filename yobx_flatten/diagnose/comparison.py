@@ -14,11 +14,11 @@ import torch
 from torch.export import ExportedProgram
 
 from ..core.compare import describe_leaf, largest_difference
+from ..core.private_names.of_torch import pytree
 from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..errors.tried_versions import without_cause
-from ..private_names.of_torch import pytree
-from ..recipe.aliases import PyTree, Static
-from ..recipe.fields import is_mapping_like
+from ..registry.recipe.aliases import PyTree, Static
+from ..registry.recipe.fields import is_mapping_like
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..core.contents import Layouts
+from ..core.private_names.of_torch import get_node_type, pytree
 from ..errors.failures import format_bytes, result_or
-from ..private_names.of_torch import get_node_type, pytree
-from ..recipe.aliases import PyTree
+from ..registry.recipe.aliases import PyTree
 from ..trees.walk import children_of, class_name, format_entry
 from .opaque import Unregistered, find_unregistered, format_count
 

@@ -20,7 +20,7 @@ from ..core.contents import Layouts
 from ..errors import FlattenError, InvalidArgumentError, describe_class
 from ..errors.failures import result_or
 from ..errors.tried_versions import possible_cause
-from ..recipe.aliases import DynamicShapes
+from ..registry.recipe.aliases import DynamicShapes
 from ..trees.walk import class_name, torch_leaves
 from .opaque import Remedy, find_unregistered, remedy_for
 from .size_errors import LAST_ROWS, PROGRAM_ROWS, SIZE_ROWS, Explanation, Failure, Row, fixed, place_of

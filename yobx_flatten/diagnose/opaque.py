@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.contents import Layouts, is_known_base, size_in_bytes
+from ..core.private_names.of_torch import get_node_type, pytree
 from ..errors import InvalidRegistrationError, NotRegisteredError
 from ..errors.failures import format_bytes
-from ..private_names.of_torch import get_node_type, pytree
-from ..recipe.aliases import PyTree
-from ..recipe.attributes import builtin_base
-from ..recipe.contract import is_constant_class
-from ..recipe.fields import functions_of, is_mapping
 from ..registry.claims import REGISTRY
+from ..registry.recipe.aliases import PyTree
+from ..registry.recipe.attributes import builtin_base
+from ..registry.recipe.contract import is_constant_class
+from ..registry.recipe.fields import functions_of, is_mapping
 from ..trees.walk import class_name, torch_leaves
 
 

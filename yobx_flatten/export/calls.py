@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ..core.effects import undisturbed
+from ..core.private_names.of_torch import pytree
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.comparison import compare_specs
 from ..diagnose.export_errors import explain_error
@@ -23,8 +24,7 @@ from ..errors import FlattenError, InvalidArgumentError, ReplayError, SpecMismat
 from ..errors.dependencies import require
 from ..errors.failures import STEP, first_line, result_or
 from ..huggingface.cache_names import name_in
-from ..private_names.of_torch import pytree
-from ..recipe.aliases import DynamicShapes
+from ..registry.recipe.aliases import DynamicShapes
 from ..runners.adapters import Adapter
 from ..runners.ports import check_cache_outputs
 from ..trace.program import with_members

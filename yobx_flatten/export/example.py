@@ -15,13 +15,13 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from ..core.effects import undisturbed
+from ..core.private_names.of_torch import pytree
 from ..declare.scopes import options_in_use
 from ..errors import DynamicShapesError, InvalidArgumentError
 from ..errors.failures import result_or
 from ..huggingface.cache_names import after_cache, forward_of, name_in, named_for
 from ..huggingface.layer_weights import offloaded_readers, streamed_readers
-from ..private_names.of_torch import pytree
-from ..recipe.aliases import DynamicShapes, PyTree
+from ..registry.recipe.aliases import DynamicShapes, PyTree
 from ..trace.program import arguments_of, traced_inputs
 from ..trees.arguments import check_no_modules, has_no_data, shapes_by_name
 from ..trees.dynamic_specs import by_parameter, with_attached, without_specs

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch.export import ExportedProgram
 
+from ..core.files.document import file_for_torch
+from ..core.files.scratch import publish_files, scratch_for
+from ..core.private_names.of_torch import pytree
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.opaque import CONVERSIONS, explain_leaf
 from ..errors import InvalidArgumentError, MissingDependencyError, SpecMismatchError, describe_class
 from ..errors.failures import raised_as, result_or
-from ..files.document import file_for_torch
-from ..files.scratch import publish_files, scratch_for
-from ..private_names.of_torch import pytree
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import inputs_by_name
 from ..trees.describe import string_type

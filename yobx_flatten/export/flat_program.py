@@ -21,9 +21,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..core.private_names.of_torch import OpOverload, enable_python_dispatcher, pytree
 from ..errors import InvalidArgumentError
 from ..errors.dependencies import is_installed
-from ..private_names.of_torch import OpOverload, enable_python_dispatcher, pytree
 from ..runners.signature import Signature, Size
 from ..trace.program import arguments_of
 from . import stated_sizes
@@ -217,7 +217,7 @@ def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callabl
     # returns: `None` for a program that has to be traced again as a whole, because it has branches, or writes to its
     # inputs or state
     try:
-        from ..private_names.of_torch import check_valid_to_preserve, is_composite
+        from ..core.private_names.of_torch import check_valid_to_preserve, is_composite
     except ImportError:  # the installed torch lacks these private functions
         return None
 

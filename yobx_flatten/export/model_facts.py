@@ -50,7 +50,7 @@ def _types(tensors: Iterator[torch.Tensor] | tuple[torch.Tensor, ...]) -> tuple[
 
 def weight_bytes(module: torch.nn.Module) -> int:
     """Return the size of all parameters and buffers in bytes; tied weights count once."""
-    from ..private_names.of_torch import FakeTensor
+    from ..core.private_names.of_torch import FakeTensor
 
     found = {}
     for tensor in (*module.parameters(), *module.buffers()):

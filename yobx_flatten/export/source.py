@@ -15,9 +15,9 @@ import torch
 from torch.export import ExportedProgram
 
 from ..core.compare import tolerance
+from ..core.private_names.of_torch import pytree
 from ..errors import FlattenError, InvalidArgumentError
 from ..errors.failures import STEP, first_line
-from ..private_names.of_torch import pytree
 from ..runners.adapters import Adapter
 from ..runners.program_runner import ProgramRunner
 from ..runners.signature import MISFIT

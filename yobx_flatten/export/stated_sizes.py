@@ -19,8 +19,8 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 
+from ..core.private_names.of_torch import pytree
 from ..errors import DynamicShapesError
-from ..private_names.of_torch import pytree
 from ..runners.signature import COMPARISONS, FUNCTIONS, Expression, names_in
 from ..trace.adapted_shapes import attached_spec, forget_attached
 from ..trace.program import traced_inputs

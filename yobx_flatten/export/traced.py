@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from ..core.effects import undisturbed
+from ..core.private_names.of_torch import FakeTensor, FakeTensorMode, pytree
 from ..diagnose.export_errors import explain_error
 from ..diagnose.opaque import explain_leaf
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError, StaticDataError
@@ -29,9 +30,8 @@ from ..errors.failures import STEP, raised_as, without_records
 from ..errors.tried_versions import naming_untried_versions
 from ..huggingface.cache_names import CACHE, is_cache
 from ..huggingface.layer_weights import Reader, offloaded_readers, paused, streamed_readers
-from ..private_names.of_torch import FakeTensor, FakeTensorMode, pytree
-from ..recipe.aliases import PyTree
 from ..registry.patches import AttributePatch
+from ..registry.recipe.aliases import PyTree
 from ..runners.ports import present_of
 from ..trace.program import arguments_of, text_of
 from ..trees.arguments import about_devices, on_other_devices

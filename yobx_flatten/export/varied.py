@@ -22,11 +22,11 @@ from torch.export import Dim
 
 from ..core.compare import largest_difference, share_of_nan
 from ..core.effects import undisturbed
+from ..core.private_names.of_torch import pytree
 from ..diagnose.comparison import compare_outputs
 from ..errors import InvalidArgumentError, ReplayError
 from ..errors.failures import first_line, result_or
-from ..private_names.of_torch import pytree
-from ..recipe.aliases import PyTree
+from ..registry.recipe.aliases import PyTree
 from ..runners.signature import Signature, holds, names_in, place_of_sizes
 from ..trace.program import traced_inputs
 from ..trees.walk import output_names

@@ -21,8 +21,8 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 
+from ..core.files.document import damage_as
 from ..errors import GenerationError, InvalidArgumentError, describe_class
-from ..files.document import damage_as
 from ..huggingface.cache_names import CACHE, installed_name
 from ..runners.ports import is_present
 from .pictures import Pictures

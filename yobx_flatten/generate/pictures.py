@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ..core.files.document import damage_as
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..files.document import damage_as
 from ..huggingface.cache_names import CACHE
 from ..runners.ports import CacheSlot, Port, Runner
 

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..core.files.document import damage_as
 from ..errors import GenerationError, InvalidArgumentError, describe_class
-from ..files.document import damage_as
 
 _TOP_K = 50  # transformers' default for a generation_config.json without top_k
 

@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, QuantizedCache
 from transformers.utils import ModelOutput, find_labels
 
+from ..core.files.document import damage_as
 from ..errors import GenerationError, InvalidArgumentError, describe_class
-from ..files.document import damage_as
 from ..huggingface.builders import make_dynamic_cache
 from ..huggingface.cache_names import has_read, named_as, tokens_in
 from ..runners.adapters import FolderAdapters

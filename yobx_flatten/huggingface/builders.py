@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import CacheStructureError, describe_class
-from ..recipe.aliases import CacheLayer, TransformersCache
+from ..registry.recipe.aliases import CacheLayer, TransformersCache
 from .caches.layers import LETTERS, keeps_dtype
 
 Pairs: TypeAlias = Sequence[torch.Tensor] | Sequence[tuple[torch.Tensor, torch.Tensor]]

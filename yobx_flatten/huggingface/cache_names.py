@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors.failures import result_or
-from ..recipe.aliases import ModelOutput, TransformersCache, TransformersModel
+from ..registry.recipe.aliases import ModelOutput, TransformersCache, TransformersModel
 
 CACHE = "past_key_values"
 """Prefix of the names of an exported file's inputs that are cached keys and values."""

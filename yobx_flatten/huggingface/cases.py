@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..core.private_names.of_torch import pytree
 from ..errors import FlattenError, InvalidArgumentError, describe_class
-from ..private_names.of_torch import pytree
-from ..recipe.aliases import PyTree, TransformersCache, TransformersConfig, TransformersModel
+from ..registry.recipe.aliases import PyTree, TransformersCache, TransformersConfig, TransformersModel
 from .cache_names import argument_of, cache_of, forward_of, installed_name, name_in, named_for
 from .decoders import has_states_alone, switch_of
 from .layer_weights import device_of_inputs

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from ..recipe.aliases import CacheLayer, DynamicShapes, PlainCache, TransformersCache, TransformersModel
+from ..registry.recipe.aliases import CacheLayer, DynamicShapes, PlainCache, TransformersCache, TransformersModel
 from .builders import make_dynamic_cache
 from .cache_names import CACHE, PRESENT, argument_of, cache_of, forward_of, installed_name, name_in
 from .caches.layers import code_of

@@ -27,11 +27,11 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
+from ..core.private_names.of_torch import MappingKey, pytree
 from ..errors import describe_class
-from ..private_names.of_torch import MappingKey, pytree
-from ..recipe.aliases import ModelOutput
-from ..recipe.contract import Recipe
-from ..recipe.fields import functions_of, is_mapping_like
+from ..registry.recipe.aliases import ModelOutput
+from ..registry.recipe.contract import Recipe
+from ..registry.recipe.fields import functions_of, is_mapping_like
 from ..trace.trace_settings import TraceSupport
 
 REMEDY = "with register_flattening_functions(patch_transformers=True): ..."

@@ -9,10 +9,10 @@ from collections.abc import Container, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..private_names.of_torch import pytree
-from ..recipe.aliases import TransformersCache
-from ..recipe.attributes import builtin_base
-from ..recipe.contract import Flatten, Recipe, Unflatten
+from ..core.private_names.of_torch import pytree
+from ..registry.recipe.aliases import TransformersCache
+from ..registry.recipe.attributes import builtin_base
+from ..registry.recipe.contract import Flatten, Recipe, Unflatten
 from .caches import functions as caches
 from .caches.functions import axes_of_leaf, label_of_leaf, layers_of, new_cache, with_keys
 from .caches.known_state import read_known_state, read_template

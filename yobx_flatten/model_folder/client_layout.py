@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..core.compare import compare
+from ..core.files.document import read_document, read_onnx, read_text
 from ..errors import DamagedFileError, InvalidArgumentError, ModelSourceError, ReplayError
-from ..files.document import read_document, read_onnx, read_text
 from ..generate.settings import SUBFOLDER
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..runners.onnx_runner import OnnxRunner

@@ -12,15 +12,15 @@ from typing import Literal
 
 import torch
 
+from ..core.files.document import inside, read_onnx
+from ..core.files.scratch import check_writable, copy_links, publish_folder, scratch_for
 from ..errors import DamagedFileError, FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.failures import table
 from ..export.onnx.compare_nodes import Compared, compare_nodes
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
 from ..export.proof.eager_runs import sampled
-from ..files.document import inside, read_onnx
-from ..files.scratch import check_writable, copy_links, publish_folder, scratch_for
 from ..generate.settings import MANIFEST, located
-from ..recipe.aliases import TransformersModel
+from ..registry.recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS, adapter_names, check_matrices, leave_room, rooms_of_files
 from ..runners.open import open_runner
 from ..runners.ports import FIRST, SECOND

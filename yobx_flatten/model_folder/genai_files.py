@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import InvalidArgumentError
 from ..export.proof.report import ExportReport
 from ..huggingface.cache_names import CACHE, PRESENT
-from ..recipe.aliases import TransformersModel
+from ..registry.recipe.aliases import TransformersModel
 from .export_piece import FolderOptions
 from .pieces.genai import ALLOWED, EMBEDDING
 from .pieces.vision_language import image_token_of

@@ -11,10 +11,10 @@ import pathlib
 from collections.abc import Iterable, Mapping
 
 from ..core.compare import WEIGHT_TYPES, tolerance
+from ..core.files.document import inside, open_regular, read_document
+from ..core.files.scratch import is_folder
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, InvalidArgumentError, describe_class
 from ..export.proof.quality import Quality
-from ..files.document import inside, open_regular, read_document
-from ..files.scratch import is_folder
 from ..generate.settings import MANIFEST
 from ..runners.open import RUNTIMES
 

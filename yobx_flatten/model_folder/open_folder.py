@@ -10,9 +10,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from ..core.files.document import read_configuration
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..files.document import read_configuration
 from ..generate.generator import Generator, generator_for
 from ..generate.settings import MANIFEST, located
 from ..runners.adapters import FolderAdapters

@@ -10,6 +10,7 @@ import torch
 
 from ..core.compare import WEIGHT_TYPES
 from ..core.effects import undisturbed
+from ..core.files.document import read_text
 from ..errors import InvalidArgumentError, ModelSourceError
 from ..export.model_facts import ModelFacts
 from ..export.onnx.stored_matrix import holds_integers
@@ -17,10 +18,9 @@ from ..export.proof.eager_runs import Proof, choose_proof
 from ..export.proof.report import ExportReport
 from ..export.quantization import Quantization, WeightBits, choose_quantization, reads_once
 from ..export.runtimes.write import check_room, has_kernels
-from ..files.document import read_text
 from ..generate.settings import settings_of
 from ..huggingface.decoders import rereads_at_switch, switch_of
-from ..recipe.aliases import TransformersModel
+from ..registry.recipe.aliases import TransformersModel
 from ..runners.adapters import Adapter
 from .client_layout import check_layout
 from .export_piece import FolderOptions

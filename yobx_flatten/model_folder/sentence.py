@@ -17,10 +17,10 @@ from typing import TypeVar
 
 import torch
 
+from ..core.files.document import check_own, inside, own_files, read_document, read_tensors
 from ..errors import ModelSourceError
 from ..export.proof.quality import EMBEDDING
-from ..files.document import check_own, inside, own_files, read_document, read_tensors
-from ..recipe.aliases import TransformersModel
+from ..registry.recipe.aliases import TransformersModel
 
 T = TypeVar("T")
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ..core.effects import undisturbed
+from ..core.private_names.of_torch import pytree
 from ..declare.scopes import register_flattening_functions
 from ..export.proof.eager_runs import Case, EagerRuns, clone, in_one_thread
 from ..export.quantization import read_by_model
-from ..private_names.of_torch import pytree
-from ..recipe.aliases import TransformersModel
+from ..registry.recipe.aliases import TransformersModel
 from ..storage.cases import StoredCase, save_case
 from ..trees.walk import leaf_names, output_names
 from .pieces.text import Piece, encoder_input, input_name

@@ -13,12 +13,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..core.effects import undisturbed
+from ..core.files.limited import Limited, limited
 from ..errors import DamagedFileError, InvalidArgumentError, ModelSourceError, describe_class
 from ..errors.failures import STEP, first_line, raised_as, result_or
 from ..export.proof.eager_runs import Case
-from ..files.limited import Limited, limited
 from ..generate.sampling import plain_loop_entries
-from ..recipe.aliases import TransformersModel
+from ..registry.recipe.aliases import TransformersModel
 from .source.find import open_tokenizer
 
 LENGTH = 128  # number of tokens in each row of the text on which a quantized file is measured

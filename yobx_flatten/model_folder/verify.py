@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..core.files.document import inside
 from ..diagnose.comparison import Report
 from ..errors import DamagedFileError, FlattenError, ReplayError
 from ..errors.failures import first_line, table
@@ -19,7 +20,6 @@ from ..export.proof.quality import Distance, Quality, text_losses
 from ..export.proof.replay import Padding
 from ..export.proof.report import PART_OF_FLOAT32, explained
 from ..export.quantization import CHAT_SHARES, TOKEN_SHARES, text_scores
-from ..files.document import inside
 from ..generate.generator import Generator, generator_for
 from ..generate.sampling import Sampling
 from ..generate.settings import SUBFOLDER, located

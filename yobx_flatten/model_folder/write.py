@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..core.compare import WEIGHT_TYPES, tolerance
+from ..core.files.document import TEXTS, own_files, read_document, write_tensor_file
+from ..core.files.scratch import check_writable, publish_folder, scratch_for, settle
 from ..errors import FolderExistsError, InvalidArgumentError, ModelSourceError, ReplayError, describe_class
 from ..errors.dependencies import is_installed
 from ..errors.failures import STEP
@@ -27,9 +29,7 @@ from ..export.proof.eager_runs import Proof, sampled
 from ..export.proof.quality import Quality
 from ..export.proof.report import ExportReport
 from ..export.quantization import Quantization, WeightBits
-from ..files.document import TEXTS, own_files, read_document, write_tensor_file
-from ..files.scratch import check_writable, publish_folder, scratch_for, settle
-from ..recipe.aliases import TransformersModel
+from ..registry.recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS, Adapter, check_matrices, leave_room, rooms_of_files
 from ..runners.ports import ELEMENTS
 from ..trees.arguments import instance_hint

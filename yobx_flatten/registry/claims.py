@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from .. import errors
 from ..errors.dependencies import require
-from ..recipe.contract import Recipe
 from .optional import Jax, Optree
 from .patches import LOCK
+from .recipe.contract import Recipe
 from .torch_tables import TorchCpp, TorchFx, TorchPython
 
 TORCH = ("torch",)  # the libraries that the documented functions use by default

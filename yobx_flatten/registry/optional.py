@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+from ..core.private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from ..errors import AlreadyRegisteredError, describe_class
 from ..errors.failures import result_or
-from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
-from ..recipe.aliases import Static
-from ..recipe.contract import Recipe, hashable, original
 from .patches import LOCK, ImportHook
+from .recipe.aliases import Static
+from .recipe.contract import Recipe, hashable, original
 from .torch_tables import order_kept, register_again, registered, replace
 
 NAMESPACE = "yobx_flatten"

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from ..core.private_names import of_torch
+from ..core.private_names.of_torch import NODE_REGISTRY_LOCK, fx_pytree, pytree, register_python_node, serialised_node
 from ..errors import SpecMismatchError, describe_class
 from ..errors.failures import undone_on_failure
-from ..private_names import of_torch
-from ..private_names.of_torch import NODE_REGISTRY_LOCK, fx_pytree, pytree, register_python_node, serialised_node
-from ..recipe.contract import Flatten, Recipe, Unflatten
-from ..recipe.static_codec import dump_static, load_static
+from .recipe.contract import Flatten, Recipe, Unflatten
+from .recipe.static_codec import dump_static, load_static
 
 
 class _FoundNode(NamedTuple):

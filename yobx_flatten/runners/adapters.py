@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..core.files.document import read_onnx, read_tensors
 from ..errors import DamagedFileError, GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..files.document import read_onnx, read_tensors
 from .onnx_runner import OnnxRunner
 from .ports import FIRST, SECOND, Port, Runner
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..core.files.document import parse_document
+from ..core.private_names.of_torch import aot_load, has_instructions
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, UntrustedFileError
 from ..errors.failures import first_line, raised_as
-from ..files.document import parse_document
-from ..private_names.of_torch import aot_load, has_instructions
 from .in_place import CheckedRunner, InPlaceCache, TensorBuffers
 from .onnx_session import in_huge_pages
 from .ports import presents_of

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
+from ..core.files.document import read_onnx
 from ..errors import (
     DamagedFileError,
     FlattenError,
@@ -23,7 +24,6 @@ from ..errors import (
 )
 from ..errors.dependencies import require
 from ..errors.failures import first_line, raised_as
-from ..files.document import read_onnx
 
 
 def require_onnxruntime(caller: str) -> Any:

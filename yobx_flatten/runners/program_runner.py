@@ -12,11 +12,11 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
+from ..core.private_names.of_torch import pytree
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import FlattenError, GenerationError, NotRegisteredError, ReplayError, UntrustedFileError
 from ..errors.dependencies import is_installed
 from ..errors.failures import first_line, raised_as
-from ..private_names.of_torch import pytree
 from ..trace.program import arguments_of, traced_inputs
 from ..trees.walk import leaf_names, output_names
 from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows

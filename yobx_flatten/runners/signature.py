@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from ..core.files.document import parse_document
 from ..errors import DamagedFileError, FlattenError, ForeignFileError
-from ..files.document import parse_document
 from .ports import Port
 
 KEY = "yobx_flatten.signature"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.files.document import damage_as
 from ..errors import DamagedFileError, InvalidArgumentError, StoredFileError, describe_class
-from ..files.document import damage_as
-from ..recipe.static_codec import is_array
+from ..registry.recipe.static_codec import is_array
 from ..runners.onnx_session import open_session
 from ..runners.ports import ELEMENTS, STRING, Element, pack
 from .nested import open_model, read, structure_of

@@ -16,7 +16,7 @@ from ..errors import DamagedFileError, InvalidArgumentError, ReplayError, descri
 from ..errors.failures import table
 from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import spellings_of
-from ..recipe.aliases import Device, PyTree
+from ..registry.recipe.aliases import Device, PyTree
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session, require_onnxruntime
 from ..runners.ports import Runner, check_cache_outputs, is_present

@@ -10,9 +10,9 @@ import typing
 import zlib
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from ..core.files.document import damage_as, open_regular, read_bytes
 from ..errors import DamagedFileError, ForeignFileError, InvalidArgumentError, describe_class
-from ..files.document import damage_as, open_regular, read_bytes
-from ..recipe.aliases import Device, PyTree
+from ..registry.recipe.aliases import Device, PyTree
 from ..runners.ports import Element, require_onnx
 from .onnx_write import CHECKSUM, CONTENT, FORMAT, STRUCTURE, VERSION, crc_of_strings, save
 from .structure import flatten_tree, unflatten_tree

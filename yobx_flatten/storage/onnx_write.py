@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ..core.files.document import data_files_of
+from ..core.files.scratch import data_path, publish_files, scratch_for
 from ..errors import InvalidArgumentError
-from ..files.document import data_files_of
-from ..files.scratch import data_path, publish_files, scratch_for
 from ..runners.ports import UINT8, require_onnx
 from .structure import Payload, Structure, unique
 

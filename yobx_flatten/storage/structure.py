@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from ..core.private_names.of_torch import get_node_type, pytree
 from ..diagnose.opaque import find_unregistered
 from ..errors import DamagedFileError, FlattenError, InvalidArgumentError, NotRegisteredError, StaticDataError
 from ..errors.failures import raised_as
-from ..private_names.of_torch import get_node_type, pytree
-from ..recipe.aliases import Device, PyTree, Static
-from ..recipe.safe_names import import_known
-from ..recipe.static_codec import dump_static, load_static
+from ..registry.recipe.aliases import Device, PyTree, Static
+from ..registry.recipe.safe_names import import_known
+from ..registry.recipe.static_codec import dump_static, load_static
 from ..runners.ports import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element, pack, unpack
 from ..trees.walk import check_no_cycles, leaf_names, recipe_for
 

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from torch.export import Dim, ShapesCollection
 
+from ..core.private_names.of_torch import GetAttrKey, pytree
 from ..errors import DynamicShapesError, describe_class
-from ..private_names.of_torch import GetAttrKey, pytree
-from ..recipe.aliases import DynamicShapes, TransformersCache
-from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
+from ..registry.recipe.aliases import DynamicShapes, TransformersCache
+from ..registry.recipe.contract import Recipe
 
 
 def adapted_shapes(
     module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, shapes: DynamicShapes
 ) -> DynamicShapes:
-    from ..private_names.of_torch import combine_args
+    from ..core.private_names.of_torch import combine_args
 
     by_tensor = isinstance(shapes, ShapesCollection)
     if by_tensor:
@@ -228,7 +228,7 @@ def refuse_specs_of_keys(
 ) -> None:
     """Raise DynamicShapesError for a ``ShapesSpec`` with entries for a KV cache or another class with pytree keys."""
     # `torch.export` looks up the entries of an `ObjectSpec` by attribute name, and the children of caches have keys
-    from ..private_names.of_torch import combine_args  # imports much
+    from ..core.private_names.of_torch import combine_args  # imports much
 
     classes = spec_classes()
     if classes is None or not isinstance(spec, (classes.ShapesSpec, classes.ParamsSpec)):

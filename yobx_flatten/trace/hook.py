@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
+from ..core.private_names.of_torch import fx_config, pytree, spec_protocols
 from ..errors import InvalidArgumentError
 from ..errors.failures import result_or
-from ..private_names.of_torch import fx_config, pytree, spec_protocols
-from ..recipe.aliases import DynamicShapes, PyTree
 from ..registry.patches import LOCK, AttributePatch, ImportedPatch, TracePatch, tracing_here
+from ..registry.recipe.aliases import DynamicShapes, PyTree
 from . import program as programs
 from .adapted_shapes import adapted_shapes, refuse_specs_of_keys
 from .onnx_operators import TRANSLATIONS, filled_registry, remembering_decompositions
@@ -66,7 +66,7 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``_TypePromotionInterpreter.run_node`` to only cast a node's inputs if the trace stored its output."""
-    from ..private_names.of_torch import type_promotion_rule
+    from ..core.private_names.of_torch import type_promotion_rule
 
     @functools.wraps(original)
     def run_node(self: Any, n: torch.fx.Node) -> Any:

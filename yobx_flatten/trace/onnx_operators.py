@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..private_names.of_torch import operator_names, operators_with_kernel
-from ..recipe.aliases import OnnxValue
+from ..core.private_names.of_torch import operator_names, operators_with_kernel
 from ..registry.patches import LOCK
+from ..registry.recipe.aliases import OnnxValue
 from .onnx_repairs import REPAIRS, attention, op
 
 
@@ -118,7 +118,7 @@ def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Cal
 
     @functools.wraps(original)
     def create(onnx_registered_ops: Iterable[Any]) -> dict[Any, Any]:
-        from ..private_names.of_torch import decompositions
+        from ..core.private_names.of_torch import decompositions
 
         def sources() -> tuple[Any, ...]:
             return operator_names(), operators_with_kernel("CompositeImplicitAutograd"), list(decompositions.items())

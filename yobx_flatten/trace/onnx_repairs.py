@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..recipe.aliases import OnnxValue
+from ..registry.recipe.aliases import OnnxValue
 
 _INT64, _BOOL, _FLOAT16 = 7, 9, 10
 _DIRECT = 16

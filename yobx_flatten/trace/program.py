@@ -19,10 +19,10 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ArgumentSpec, ConstantArgument, InputKind, SymIntArgument
 
+from ..core.private_names.of_torch import FloorDiv, Max, Min, pytree
 from ..errors import NotRegisteredError, SpecMismatchError, describe_class
-from ..private_names.of_torch import FloorDiv, Max, Min, pytree
-from ..recipe.aliases import PyTree
 from ..registry.claims import REGISTRY
+from ..registry.recipe.aliases import PyTree
 from .trace_settings import FEW_TENSORS, PLAIN_ATTENTION, fake_tensor_cache_off, open_supports
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..private_names.of_torch import DispatchKey, FakeTensor
-from ..recipe.aliases import PyTree
+from ..core.private_names.of_torch import DispatchKey, FakeTensor
 from ..registry.patches import LOCK
+from ..registry.recipe.aliases import PyTree
 from .onnx_operators import Translation
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -106,7 +106,7 @@ FEW_TENSORS = 5  # inputs of an encoder: tokens, a mask, positions, types; with 
 
 def fake_tensor_cache_off() -> contextlib.AbstractContextManager[None]:
     # also a setting per thread; imported here because it imports all of dynamo
-    from ..private_names.of_torch import dynamo_config
+    from ..core.private_names.of_torch import dynamo_config
 
     off: contextlib.AbstractContextManager[None] = dynamo_config.patch(fake_tensor_cache_enabled=False)
     return off

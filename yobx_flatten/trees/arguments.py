@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError, describe_class
-from ..recipe.aliases import DynamicShapes
+from ..registry.recipe.aliases import DynamicShapes
 from .walk import check_no_cycles, class_name, node_of, torch_leaves
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -137,7 +137,7 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
 def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collection[str] = ()) -> str:
     """Return a text that names a weight or input without data (fake or on ``meta``); ``""`` if all have data."""
     # brought: names of weights that are loaded when a layer is called; none by default
-    from ..private_names.of_torch import FakeTensor
+    from ..core.private_names.of_torch import FakeTensor
 
     state = (*module.named_parameters(), *module.named_buffers())
     weights = [(name, tensor) for name, tensor in state if name not in brought]

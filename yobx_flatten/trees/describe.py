@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..core.private_names.of_torch import dispatch_depth, pytree
 from ..errors.failures import result_or
-from ..private_names.of_torch import dispatch_depth, pytree
 
 if TYPE_CHECKING:
     import numpy

@@ -21,7 +21,7 @@ import torch
 from torch.export import Dim
 
 from ..errors import DynamicShapesError, describe_class
-from ..recipe.aliases import DynamicShapes
+from ..registry.recipe.aliases import DynamicShapes
 from ..trace.adapted_shapes import attached_spec, elements_of, opened_spec, spec_classes
 from .shapes import builtin_kind, same_container
 from .walk import Node, key_name, node_of

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from ..core.private_names.of_torch import DimHint, get_node_type, pytree
 from ..errors import DynamicShapesError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import CACHE, name_in, word_in_files
-from ..private_names.of_torch import DimHint, get_node_type, pytree
-from ..recipe.aliases import DynamicShapes, PyTree, TransformersCache
+from ..registry.recipe.aliases import DynamicShapes, PyTree, TransformersCache
 from .walk import Node, check_no_cycles, key_name, node_of, own_children, walk
 
 _Path = tuple[str, ...]

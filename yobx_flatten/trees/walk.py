@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from ..core.contents import MODULE_OF, QUALNAME_OF, format_key
+from ..core.private_names.of_torch import get_node_type, pytree
 from ..errors import InvalidArgumentError, describe_class
 from ..errors.failures import noted_on_failure
 from ..huggingface.cache_names import CACHE, PRESENT, word_in_files
-from ..private_names.of_torch import get_node_type, pytree
-from ..recipe.aliases import PyTree
-from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
+from ..registry.recipe.aliases import PyTree
+from ..registry.recipe.contract import Recipe
 
 
 class Place(NamedTuple):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.private_names.of_torch import pytree
 from ..errors import FlattenError, InvalidArgumentError, ReplayError
 from ..export.proof.eager_runs import Case, clone
 from ..export.proof.replay import ByName, Padding
@@ -26,8 +27,7 @@ from ..huggingface.cache_names import CACHE, PRESENT, cache_of, spellings_of
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
 from ..model_folder.pieces.tasks import TASKS, pieces_for, task_of
 from ..model_folder.pieces.text import Piece, Split, decoder_pieces, encoder_decoder_pieces
-from ..private_names.of_torch import pytree
-from ..recipe.aliases import PyTree, TransformersModel
+from ..registry.recipe.aliases import PyTree, TransformersModel
 from ..runners.ports import Port, Runner
 from ..trees.walk import leaf_names, match, plain_names, plain_spelling
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from ..core.compare import tolerance
+from ..core.files.document import read_onnx
+from ..core.private_names.of_torch import pytree
 from ..declare.scopes import register_flattening_functions
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
@@ -29,9 +31,7 @@ from ..export.proof.quality import Distance
 from ..export.proof.replay import CaseResult, Padding, replay, side_by_side
 from ..export.proof.report import ExportReport, Yardstick
 from ..export.quantization import PERPLEXITY_RATIOS
-from ..files.document import read_onnx
 from ..model_folder.source.find import find_model
-from ..private_names.of_torch import pytree
 from ..runners.open import RUNTIMES, open_runner
 from ..runners.openvino_runner import read_model
 from ..runners.ports import Runner

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from yobx_flatten.private_names.of_torch import backend_options, default_store
+from yobx_flatten.core.private_names.of_torch import backend_options, default_store
 
 from ...errors import ConfigError, rank_failed_in_step, ranks_gone
 from .alarm import Alarm

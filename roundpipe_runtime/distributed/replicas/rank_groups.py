@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.core.private_names.of_torch import pytree
 
 from ...batch.entries import FlatBatch, FlatMicrobatch
 from ...device.transfer import HostValue

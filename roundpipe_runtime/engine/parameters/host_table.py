@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
+from yobx_flatten.core.private_names.of_torch import DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
 
 from ...device.protocol import Event
 from ...device.transfer import as_sent

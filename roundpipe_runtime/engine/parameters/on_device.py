@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import nn
 
-from yobx_flatten.private_names import of_torch
+from yobx_flatten.core.private_names import of_torch
 from yobx_flatten.registry.patches import AttributePatch
 
 from ...device.accelerator import PIECE

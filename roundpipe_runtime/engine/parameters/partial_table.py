@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import grouped_products, pytree
+from yobx_flatten.core.private_names.of_torch import grouped_products, pytree
 
 from ...device.protocol import Device
 from ...optim.layer_contents import LayerContents, ParameterSlot

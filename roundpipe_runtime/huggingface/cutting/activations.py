@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.core.private_names.of_torch import pytree
 
 from ..adapters import example_inputs, without_cache
 from .call_log import BoxUse, CallLog, Tree

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from yobx_flatten import register_flattening_functions
+from yobx_flatten.core.private_names.of_torch import pytree
 from yobx_flatten.huggingface.cache_names import argument_of
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import Kwargs, PyTree, TransformersModel
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree, TransformersModel
 
 from ...batch.entries import is_cache
 from ...batch.joining import join

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import PyTree
+from yobx_flatten.core.private_names.of_torch import pytree
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 from ...device.transfer import Static
 from .caches import MadeCache

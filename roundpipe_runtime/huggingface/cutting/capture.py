@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from yobx_flatten.recipe.aliases import PyTree
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 _MODULE = "transformers.utils.output_capturing"
 _SELECTION = "_hidden_states_layers"

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from yobx_flatten import leaves
 from yobx_flatten.core.compare import tolerance
 from yobx_flatten.core.interrupts import Undoing
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ...device.composite import has_few_bits, weights_kept
 from ...device.protocol import Event

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from yobx_flatten.errors.failures import raised_as, result_or
-from yobx_flatten.recipe.aliases import Kwargs
+from yobx_flatten.registry.recipe.aliases import Kwargs
 
 from ...device.composite import parts_of, stored_bytes
 from ...errors import CutError, MissingEmbeddingError, StageError

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from yobx_flatten import find_unregistered
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.core.private_names.of_torch import pytree
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ...batch.entries import is_cache
 from ...engine.recomputed import restart_generators

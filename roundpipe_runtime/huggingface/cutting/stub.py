@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, TensorBase, make_wrapper_subclass
+from yobx_flatten.core.private_names.of_torch import DisableTorchFunctionSubclass, TensorBase, make_wrapper_subclass
 
 from ...errors import CutError
 from ...pipeline.live import tensors_held, with_own_forwards

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from yobx_flatten import pytree_dataclass
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ...batch.loss import WeightedLoss
 from ...batch.loss_proof import Way

@@ -19,8 +19,13 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, TensorBase, make_wrapper_subclass, pytree
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.core.private_names.of_torch import (
+    DisableTorchFunctionSubclass,
+    TensorBase,
+    make_wrapper_subclass,
+    pytree,
+)
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ...engine.parameters.host_table import HostTable, on_tables
 from ..adapters import model_inside

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.core.private_names.of_torch import pytree
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ...batch.loss_proof import Items, Way, count_items
 from ...errors import LossError

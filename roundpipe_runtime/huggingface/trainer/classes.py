@@ -22,8 +22,8 @@ from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 from yobx_flatten.huggingface.cache_names import cache_of
-from yobx_flatten.recipe.aliases import PyTree
 from yobx_flatten.registry.patches import AttributePatch
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 from ...device.accelerator import DeviceSpec, parse_devices
 from ...device.worker import Outcome, generator_kept

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from yobx_flatten.core.files.document import read_document
 from yobx_flatten.errors.failures import raised_as
-from yobx_flatten.files.document import read_document
-from yobx_flatten.recipe.aliases import Kwargs, TransformersModel
+from yobx_flatten.registry.recipe.aliases import Kwargs, TransformersModel
 
 from ...checkpoint import folder as folders
 from ...checkpoint.model_state import collect_progress, load_weights, optimizer_targets, restore_progress

@@ -21,9 +21,9 @@ from yobx_flatten.__main__ import main
 from yobx_flatten.cli import app as app_file
 from yobx_flatten.cli.app import app, reference
 from yobx_flatten.cli.inspect_commands import is_object_name
+from yobx_flatten.core.terminal.output import printable, say, say_json, table
+from yobx_flatten.core.terminal.running import Terminated, UserError, explain_failure, lasting_streams, terminable
 from yobx_flatten.errors.dependencies import install_line
-from yobx_flatten.terminal.output import printable, say, say_json, table
-from yobx_flatten.terminal.running import Terminated, UserError, explain_failure, lasting_streams, terminable
 
 COMMANDS = [
     "demo", "export", "verify", "adapter", "generate", "chat", "check", "explain", "list", "env", "bench", "matrix",
@@ -339,7 +339,7 @@ def test_json_has_no_infinite_number_and_other_text_stays(capsys):
 
 STAGES = """
 import logging
-from yobx_flatten.terminal.output import progress
+from yobx_flatten.core.terminal.output import progress
 
 logger = logging.getLogger("yobx_flatten")
 with progress("opening") as show:
@@ -379,8 +379,8 @@ def test_characters_that_are_missing_are_printed_by_their_number(monkeypatch, en
 
 PROGRAM = """
 import sys
-from yobx_flatten.terminal.output import say, table, progress
-from yobx_flatten.terminal.running import lasting_streams
+from yobx_flatten.core.terminal.output import say, table, progress
+from yobx_flatten.core.terminal.running import lasting_streams
 with lasting_streams():
     for number in range(20_000):
         say(f"line {number}")

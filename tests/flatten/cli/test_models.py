@@ -19,9 +19,9 @@ from tests.modules import module_class
 from yobx_flatten import OnnxForCausalLM, RecordedCalls, make_dynamic_cache, record_calls, save_nested
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import export_command, folder_commands
+from yobx_flatten.core.files import scratch
 from yobx_flatten.errors import GenerationError, InvalidArgumentError
 from yobx_flatten.export.proof.report import ExportReport
-from yobx_flatten.files import scratch
 from yobx_flatten.model_folder import stored_cases, write
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.runners.program_runner import ProgramRunner

@@ -31,7 +31,7 @@ from yobx_flatten import (
 from yobx_flatten.diagnose.checks import recipe_of
 from yobx_flatten.diagnose.comparison import compare_spec_texts
 from yobx_flatten.errors import InvalidArgumentError, InvalidRegistrationError, NotRegisteredError, RoundTripError
-from yobx_flatten.recipe.roundtrip import CHECKS
+from yobx_flatten.registry.recipe.roundtrip import CHECKS
 from yobx_flatten.testing import recipe_tests
 
 X = torch.zeros(2, 3)

@@ -16,6 +16,7 @@ import yobx_flatten
 from tests.modules import module_class
 from yobx_flatten import MissingDependencyError, errors, explain_error, export_program
 from yobx_flatten.__main__ import main
+from yobx_flatten.core.terminal.running import UserError, explain_failure
 from yobx_flatten.errors import dependencies
 from yobx_flatten.errors.failures import noted_on_failure, raised_as, result_or, undone_on_failure
 from yobx_flatten.errors.tried_versions import (
@@ -26,7 +27,6 @@ from yobx_flatten.errors.tried_versions import (
     untried_versions,
     without_cause,
 )
-from yobx_flatten.terminal.running import UserError, explain_failure
 
 
 def raising(error):

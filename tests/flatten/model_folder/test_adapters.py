@@ -21,6 +21,7 @@ from tests.flatten.model_folder.exported_folders import restate
 from tests.models import SIZES
 from yobx_flatten import OnnxGenerator, add_adapter, export_folder, open_generator, open_model, verify_folder
 from yobx_flatten.__main__ import main
+from yobx_flatten.core.files import limited
 from yobx_flatten.errors import (
     DamagedFileError,
     FolderExistsError,
@@ -29,7 +30,6 @@ from yobx_flatten.errors import (
     ModelSourceError,
     ReplayError,
 )
-from yobx_flatten.files import limited
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.source import adapter
 from yobx_flatten.model_folder.source.adapter import read_adapters

@@ -10,12 +10,12 @@ from tests.flatten.model_folder.exported_folders import made, restate, run_file,
 from tests.models import SIZES
 from tests.transformers_versions import is_older_than, needs_transformers
 from yobx_flatten import DecodeSizes, decode_inputs, export_folder, open_generator, open_model
+from yobx_flatten.core.private_names.of_torch import pytree
 from yobx_flatten.errors import GenerationError, InvalidArgumentError, ModelSourceError
 from yobx_flatten.huggingface.cases import why_not_resizable
 from yobx_flatten.model_folder.pieces.tasks import has_types, pieces_for
 from yobx_flatten.model_folder.pieces.text import positions_of
 from yobx_flatten.model_folder.source.configuration import class_for, small_config, small_model
-from yobx_flatten.private_names.of_torch import pytree
 
 pytestmark = pytest.mark.slow
 

@@ -33,7 +33,7 @@ from yobx_flatten.errors import DamagedFileError, FlattenError, InvalidArgumentE
 from yobx_flatten.model_folder.source.find import find_model, open_tokenizer, origin_of
 from yobx_flatten.model_folder.source.open import open_model
 from yobx_flatten.model_folder.write import write_companions
-from yobx_flatten.recipe import static_codec
+from yobx_flatten.registry.recipe import static_codec
 
 SIZES = {"vocab_size": 96, **MODEL_SIZES}
 MATRIX = "model.layers.1.mlp.up_proj.weight"

@@ -22,9 +22,9 @@ from torch.export import ExportedProgram
 from tests.ctrl_c import interrupt_at_line, press
 from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.core.interrupts import DeferredSignals
-from yobx_flatten.recipe.contract import Recipe
 from yobx_flatten.registry.claims import REGISTRY
 from yobx_flatten.registry.patches import LOCK
+from yobx_flatten.registry.recipe.contract import Recipe
 from yobx_flatten.trace.trace_settings import OPEN
 
 SECONDS = float(os.environ.get("YOBX_STRESS_SECONDS", "3"))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from roundpipe_runtime import ModelExecutePlan, Replicate, RoundPipe, RoundPipeRunConfig, VirtualDevice, WeightedLoss
 from roundpipe_runtime.errors import StageError
-from roundpipe_runtime.timeline import Timeline
+from roundpipe_runtime.schedule.timeline import Timeline
 from tests.cases import examples
 from tests.modules import module_class
 from tests.runtime.small import batch, cut_plan, near_gradients, same_bits, small_model, state, without_row_check

@@ -13,7 +13,7 @@ from roundpipe_runtime.device import disk
 from roundpipe_runtime.device.disk import DiskMemory
 from roundpipe_runtime.errors import ConfigError
 from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
-from roundpipe_runtime.timeline.record import device_totals
+from roundpipe_runtime.schedule.timeline import device_totals
 from tests.runtime.device.logical_clock import LogicalDevice, TimedLayer, stamp_mailboxes
 
 WIDTH, ROWS, MICROBATCHES = 64, 16, 2

@@ -11,7 +11,7 @@ from roundpipe_runtime.fine_tune.data.conversations import Encoder, conversation
 from roundpipe_runtime.fine_tune.models import FolderTokenizer
 from roundpipe_runtime.fine_tune.trainer import Order
 from tests.runtime import tiny_training as tiny
-from yobx_flatten.files import limited
+from yobx_flatten.core.files import limited
 
 pytest.importorskip("transformers")
 

@@ -63,7 +63,7 @@ def test_a_resume_that_is_killed_leaves_the_lines_of_before(tmp_path, call):
     path = written(tmp_path / "m.jsonl", *map(step, range(1, 101)))
     program = (
         "import os, pathlib\n"
-        "from yobx_flatten.files import scratch\n"
+        "from yobx_flatten.core.files import scratch\n"
         "from roundpipe_runtime.fine_tune.records import MetricsFile\n"
         f"left = [{call}]\n"
         "def dies(real):\n"

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from ...core.private_names.of_torch import pytree
 from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import STEP, first_line, result_or
 from ...huggingface.cache_names import CACHE, argument_of
-from ...private_names.of_torch import pytree
 from ...runners.adapters import Adapter, rooms_in
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session

@@ -16,8 +16,8 @@ import numpy
 import torch
 
 from ...core.compare import compare
+from ...core.files.document import damage_as, read_onnx
 from ...errors import DamagedFileError
-from ...files.document import damage_as, read_onnx
 from ...runners.onnx_runner import OnnxRunner, row_by_row
 from ...runners.onnx_session import open_session, session_options
 from ...trace.onnx_repairs import ir

@@ -15,10 +15,10 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
+from ...core.files.document import data_files_of
+from ...core.files.scratch import data_path, move_in, publish_files, scratch_for
 from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import without_records
-from ...files.document import data_files_of
-from ...files.scratch import data_path, move_in, publish_files, scratch_for
 from ...huggingface.cache_names import CACHE, PRESENT
 from ...huggingface.layer_weights import Reader
 from ...runners.ports import FIRST

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 
+from ...core.private_names.of_torch import pytree
 from ...errors import ReplayError
 from ...errors.failures import STEP
-from ...private_names.of_torch import pytree
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import mapped_options, open_session
 from ...trace.onnx_repairs import ir

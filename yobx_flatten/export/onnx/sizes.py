@@ -19,8 +19,8 @@ import torch
 
 from ...core.compare import compare
 from ...core.effects import undisturbed
+from ...core.private_names.of_torch import pytree
 from ...huggingface.cache_names import CACHE
-from ...private_names.of_torch import pytree
 from ...runners.signature import COMPARISONS, Expression, Signature, format_expression, holds, names_in, place_of_sizes
 from ...trace.onnx_repairs import ir
 from ...trees.walk import leaf_names, leaves_of

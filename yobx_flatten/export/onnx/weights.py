@@ -31,7 +31,7 @@ _PAGE = 4096
 
 def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
     """Let a converted ONNX graph without weight data read each weight from its file when the graph is saved."""
-    from ...private_names.of_torch import is_fake
+    from ...core.private_names.of_torch import is_fake
 
     made: dict[int, ir.LazyTensor] = {}  # by reader, so that tied weights are stored once
     for name, value in model.graph.initializers.items():

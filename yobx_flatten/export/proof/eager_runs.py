@@ -18,13 +18,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from ...core.effects import Snapshot, shared_generators, undisturbed
+from ...core.private_names.of_torch import pytree
 from ...diagnose.export_errors import explain_error
 from ...errors import FlattenError, InvalidArgumentError, ReplayError, describe_class
 from ...errors.failures import first_line, raised_as
 from ...huggingface.cache_names import CACHE, PRESENT, forward_of, is_cache, named_for, word_in_files
 from ...huggingface.decoders import Continued
-from ...private_names.of_torch import pytree
-from ...recipe.aliases import PyTree
+from ...registry.recipe.aliases import PyTree
 from ...runners.ports import present_of
 from ...trees.walk import key_name, leaf_names, node_of
 from ..model_facts import weight_bytes

@@ -16,14 +16,14 @@ from torch.export.graph_signature import InputKind
 
 from ...core.compare import largest_difference, shares_of_nan
 from ...core.effects import undisturbed
+from ...core.private_names.of_torch import pytree
 from ...diagnose.comparison import compare_outputs
 from ...errors import FlattenError, ReplayError
 from ...errors.failures import first_line, result_or
 from ...errors.tried_versions import without_cause
 from ...huggingface.cache_names import PRESENT, cache_of
 from ...huggingface.decoders import with_returned
-from ...private_names.of_torch import pytree
-from ...recipe.aliases import PyTree
+from ...registry.recipe.aliases import PyTree
 from ...runners.in_place import CheckedRunner, InPlaceCache, cache_tensors
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ...core.private_names.of_torch import pytree
 from ...diagnose.comparison import Report
 from ...errors.failures import STEP, result_or, table
-from ...private_names.of_torch import pytree
 from ...trees.walk import output_names
 from ..model_facts import memory_available, peak_memory, weight_bytes
 from .eager_runs import UNPROVEN, Case, EagerRuns, Left, eager_steps

@@ -15,9 +15,9 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
+from ...core.private_names.of_torch import aot_compile, cpp_kernels
 from ...errors import FlattenError, ReplayError
 from ...errors.failures import result_or
-from ...private_names.of_torch import aot_compile, cpp_kernels
 from ...registry.patches import AttributePatch
 from ...runners.aotinductor_runner import IN_PLACE
 from ...runners.signature import KEY, Signature, place_of_sizes
@@ -221,7 +221,7 @@ def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
     # imported here because the import takes half a second
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from ...private_names.of_torch import FakeTensorMode
+    from ...core.private_names.of_torch import FakeTensorMode
 
     values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
     weights = [tuple(value.shape) for value in values[: len(values) - len(shapes)]]

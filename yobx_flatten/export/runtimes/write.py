@@ -16,6 +16,7 @@ import torch
 
 from ...core.compare import largest_difference
 from ...core.effects import undisturbed
+from ...core.private_names.of_torch import OpOverload
 from ...declare.scopes import options_in_use, register_flattening_functions
 from ...errors import (
     DynamicShapesError,
@@ -31,7 +32,6 @@ from ...errors.tried_versions import naming_untried_versions
 from ...huggingface.cache_names import CACHE
 from ...huggingface.cases import why_not_resizable
 from ...huggingface.decoders import SlidingDecoder, counts_by_itself, why_not_sliding
-from ...private_names.of_torch import OpOverload
 from ...runners.adapters import Adapter
 from ...runners.executorch_runner import require_executorch
 from ...runners.in_place import CheckedRunner

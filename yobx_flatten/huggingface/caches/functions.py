@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from ...core.private_names.of_torch import MappingKey
 from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
-from ...private_names.of_torch import MappingKey
-from ...recipe.aliases import CacheLayer, TransformersCache
+from ...registry.recipe.aliases import CacheLayer, TransformersCache
 from .layers import kind_of, letter_of
 from .layouts import flatten_layers, is_leaf_name, rebuild_plan, unflatten_layers
 

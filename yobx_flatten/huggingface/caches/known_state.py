@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ...errors import CacheStructureError
-from ...recipe.static_codec import dump_static, load_static
+from ...registry.recipe.static_codec import dump_static, load_static
 from .state import SIZES, Template, leaf_paths, lengths_of, part_class, read_state
 
 # Equal values of these types are identical in effect. Floats are not, because of the two zeros.

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
+from ...core.private_names.of_torch import dispatch_depth, functorch, is_jit_tracing
 from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
 from ...errors.failures import say
-from ...private_names.of_torch import dispatch_depth, functorch, is_jit_tracing
-from ...recipe.aliases import CacheLayer
+from ...registry.recipe.aliases import CacheLayer
 from .state import SIZES, Template
 
 # Marks a layer that was rebuilt around ``None``, torch's temporary placeholder: it is not half-initialised.

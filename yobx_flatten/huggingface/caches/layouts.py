@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.private_names.of_torch import functorch, is_jit_tracing
 from ...errors import CacheStructureError, SpecMismatchError
-from ...private_names.of_torch import functorch, is_jit_tracing
-from ...recipe.aliases import CacheLayer, Length
+from ...registry.recipe.aliases import CacheLayer, Length
 from ...trace.program import StoredInteger
 from .known_state import read_known_state, read_template
 from .layers import PLACEHOLDERS, LayerKind, code_of, kind_of, kind_of_code, make_window_tensor, remember

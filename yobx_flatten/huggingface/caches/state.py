@@ -13,7 +13,7 @@ the batch, the tokens seen, the dtype or the device, and can be stored as JSON.
 # `["shape", i, axis]`  a size of leaf `i` (static layers note their batch size)
 # `["dict", [...]]`     pairs of key and template; likewise `["list", [...]]`, `["tuple", [...]]`
 # `["object", c, {}]`   an object of class `c` of the same library, by its attributes
-# `["fixed", value]`    any other value, in the form of :mod:`yobx_flatten.recipe.static_codec`
+# `["fixed", value]`    any other value, in the form of :mod:`yobx_flatten.registry.recipe.static_codec`
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from typing import Any, TypeAlias
 import torch
 
 from ...errors import CacheStructureError, StaticDataError, describe_class
-from ...recipe.aliases import Length
-from ...recipe.safe_names import import_known
-from ...recipe.static_codec import dump_static, load_static
+from ...registry.recipe.aliases import Length
+from ...registry.recipe.safe_names import import_known
+from ...registry.recipe.static_codec import dump_static, load_static
 
 Template = dict[str, list[Any]]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...recipe.aliases import CacheLayer, Length, Size
+from ...registry.recipe.aliases import CacheLayer, Length, Size
 from ..caches.layers import keeps_dtype
 from ..caches.layouts import length_leaf
 from .replacement import Function, Replacement, always
@@ -122,7 +122,7 @@ def _sliding_init(original: Function) -> Function:
 def _without_new_tensors() -> Iterator[None]:
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-    from ...private_names.of_torch import unset_fake_temporarily
+    from ...core.private_names.of_torch import unset_fake_temporarily
 
     with unset_fake_temporarily(), disable_proxy_modes_tracing():
         yield

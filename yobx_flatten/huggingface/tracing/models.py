@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch import Tensor
 
-from ...recipe.aliases import Size, TransformersCache
+from ...registry.recipe.aliases import Size, TransformersCache
 from .layers import last_places
 from .replacement import Function, Replacement, replacement, traceable
 from .sparse import SPARSE
@@ -100,7 +100,7 @@ def _delta_rule(
 
 def _chunk_scan(step: _Step, start: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Run a recurrence over tokens (axis 1 of inputs and outputs); return the last state and all outputs."""
-    from ...private_names.of_torch import scan
+    from ...core.private_names.of_torch import scan
 
     state, outputs = scan(step, start, tuple(part.transpose(0, 1) for part in given))
     return state, outputs.transpose(0, 1)
@@ -287,7 +287,7 @@ def _mamba_selective_scan(
     use_associative_scan: bool = False,
     **kwargs: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    from ...private_names.of_torch import scan
+    from ...core.private_names.of_torch import scan
 
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = F.softplus(dt) if delta_softplus else dt

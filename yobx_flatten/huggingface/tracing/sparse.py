@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch import Tensor
 
-from ...recipe.aliases import CacheLayer, Size, TransformersCache
+from ...registry.recipe.aliases import CacheLayer, Size, TransformersCache
 from .replacement import Function, Make, traceable
 
 # -- deepseek v4 -----------------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
+from ...core.private_names.of_torch import OpOverload, dict_flatten_with_keys, pytree
 from ...errors.dependencies import is_installed
-from ...private_names.of_torch import OpOverload, dict_flatten_with_keys, pytree
-from ...recipe.aliases import Kwargs, Length, PyTree, Size, TransformersCache
 from ...registry.patches import LOCK, AttributePatch, TracePatch, tracing_here
+from ...registry.recipe.aliases import Kwargs, Length, PyTree, Size, TransformersCache
 from ...trace.onnx_operators import Translation
 from ...trace.trace_settings import TraceSupport
 from ..cache_names import named_as, named_for
@@ -142,7 +142,7 @@ def _translated(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     with warnings.catch_warnings():
         # 5.17's exporters import every model that they patch, and some use torch.jit.script
         warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
-        from ...private_names.of_transformers import onnx_translations
+        from ...core.private_names.of_transformers import onnx_translations
     return onnx_translations[operator](*args, **kwargs)
 
 
@@ -333,7 +333,7 @@ def _patches() -> list[tuple[ModuleType | type | str, str, Make]]:
             # 5.17 imports every model that it patches, and some use torch.jit.script
             warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
             importlib.import_module(_MODULE)
-            from ...private_names.of_transformers import export_patches
+            from ...core.private_names.of_transformers import export_patches
     except ImportError:  # a private name
         return []
     return list(export_patches.get("dynamo", ()))

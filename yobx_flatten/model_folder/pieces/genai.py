@@ -13,7 +13,7 @@ import torch
 from torch.export import Dim
 
 from ...export.proof.eager_runs import Case
-from ...recipe.aliases import PlainCache, TransformersModel
+from ...registry.recipe.aliases import PlainCache, TransformersModel
 from . import text
 from .vision_language import image_token_of, vision_language_pieces
 

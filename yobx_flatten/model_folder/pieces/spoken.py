@@ -18,7 +18,7 @@ from ...core.effects import undisturbed
 from ...generate.spectrogram import drawn_masks
 from ...huggingface.cache_names import cache_of, installed_name
 from ...huggingface.decoders import pair_of
-from ...recipe.aliases import PlainCache, TransformersModel
+from ...registry.recipe.aliases import PlainCache, TransformersModel
 from ...storage.cases import StoredCase
 from .text import EVERY, Piece, Split, features_of, filled_cache, pieces_of_calls, random_tokens, random_values
 

@@ -11,12 +11,12 @@ import torch
 from torch.export import Dim
 
 from ...core.effects import undisturbed
+from ...core.private_names.of_torch import pytree
 from ...errors import FlattenError, GenerationError, InvalidArgumentError
 from ...errors.failures import first_line
 from ...export.proof.eager_runs import Case
 from ...huggingface.cache_names import argument_of
-from ...private_names.of_torch import pytree
-from ...recipe.aliases import TransformersModel
+from ...registry.recipe.aliases import TransformersModel
 from ...trees.arguments import did_you_mean
 from ...trees.shapes import dynamic_shapes
 from . import text

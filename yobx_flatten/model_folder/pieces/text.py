@@ -18,6 +18,7 @@ import torch
 from torch.export import Dim
 
 from ...core.effects import undisturbed
+from ...core.private_names.of_torch import pytree
 from ...errors import GenerationError, InvalidArgumentError
 from ...errors.failures import result_or
 from ...export.proof.eager_runs import Case
@@ -26,8 +27,7 @@ from ...huggingface.builders import make_dynamic_cache, make_encoder_decoder_cac
 from ...huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
 from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
 from ...huggingface.decoders import pair_of
-from ...private_names.of_torch import pytree
-from ...recipe.aliases import PlainCache, TransformersCache, TransformersModel
+from ...registry.recipe.aliases import PlainCache, TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
 
 

@@ -19,7 +19,7 @@ from ...export.proof.eager_runs import Case
 from ...generate.pictures import TILED, Tiles
 from ...generate.settings import settings_of
 from ...huggingface.cache_names import argument_of, cache_of, installed_name
-from ...recipe.aliases import TransformersCache, TransformersModel
+from ...registry.recipe.aliases import TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
 from .text import EVERY, Piece, Split, random_tokens, random_values
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from ...core.files.document import check_regular, damage_as, read_document
+from ...core.files.limited import limited
 from ...errors import FlattenError, InvalidArgumentError, ModelSourceError
 from ...errors.dependencies import require
 from ...errors.failures import first_line, raised_as
-from ...files.document import check_regular, damage_as, read_document
-from ...files.limited import limited
-from ...recipe.aliases import TransformersModel
+from ...registry.recipe.aliases import TransformersModel
 from ...runners.adapters import Adapter
 from ...runners.ports import FIRST, SECOND
 from .packed_weights import KeyDifferences, UnmatchedWeights

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import torch
 
+from ...core.files.document import check_regular, inside, read_configuration, read_document
 from ...errors import InvalidArgumentError, ModelSourceError
 from ...errors.failures import first_line, format_bytes, raised_as
 from ...export.model_facts import memory_available
-from ...files.document import check_regular, inside, read_configuration, read_document
-from ...recipe.aliases import TransformersModel
-from ...recipe.static_codec import objection_to
+from ...registry.recipe.aliases import TransformersModel
+from ...registry.recipe.static_codec import objection_to
 from ..pieces.tasks import AUTO_CLASSES, GENERATES, TASKS
 
 # arguments for every `from_pretrained`; without `False`, transformers asks on the terminal whether to run code

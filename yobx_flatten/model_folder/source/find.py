@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from ...core.files.document import TEXTS, own_files, read_bytes, read_configuration, read_document
 from ...errors import InvalidArgumentError, ModelSourceError
 from ...errors.dependencies import require
 from ...errors.failures import first_line, raised_as
-from ...files.document import TEXTS, own_files, read_bytes, read_configuration, read_document
-from ...recipe.aliases import TransformersModel
+from ...registry.recipe.aliases import TransformersModel
 from ..sentence import pools
 from .adapter import ADAPTER, config_of, holds_adapter, injected
 from .configuration import (

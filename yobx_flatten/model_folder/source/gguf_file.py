@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ...core.files.document import open_regular
 from ...errors import ModelSourceError
 from ...errors.dependencies import require
 from ...errors.failures import first_line, raised_as
-from ...files.document import open_regular
 from .configuration import FILES_ONLY
 from .packed_weights import UnmatchedWeights, load_stored
 

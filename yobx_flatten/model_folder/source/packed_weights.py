@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ...core.files.document import damage_as, read_tensors
 from ...errors import ModelSourceError
-from ...files.document import damage_as, read_tensors
 from .configuration import stated_weights
 
 Tensors = dict[str, torch.Tensor]

@@ -16,9 +16,9 @@ from tests.flatten.other_libraries import their_flatten, their_fx_match, their_f
 from tests.flatten.pair import Pair, flatten, flatten_with_keys, unflatten
 from tests.registry_snapshot import changes_since
 from yobx_flatten.errors import SpecMismatchError
-from yobx_flatten.recipe.contract import Recipe
 from yobx_flatten.registry import torch_tables
 from yobx_flatten.registry.optional import NAMESPACE, Jax, Optree
+from yobx_flatten.registry.recipe.contract import Recipe
 from yobx_flatten.registry.torch_tables import TorchCpp, TorchFx, TorchPython
 
 # Before the first import of `torch.utils._cxx_pytree` its backend works on a list of pending classes, and before that

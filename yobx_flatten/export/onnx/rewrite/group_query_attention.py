@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy
 
+from ....core.files.document import read_onnx
 from ....errors import DamagedFileError
-from ....files.document import read_onnx
 from ....runners.onnx_runner import SHARED_CACHE
 from ....trace.onnx_repairs import ir, passes
 from .attention import SWAP, heads_first, heads_of, match_scores, take_cache, tokens_first, unrepeated

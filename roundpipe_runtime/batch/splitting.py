@@ -290,7 +290,7 @@ def _split_by_functions(
 
 
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
-    """Split inputs at the rows at which a user's function has split the labels, or labels at the rows of the inputs."""
+    """Split labels into as many rows as the inputs, or inputs like labels that the user's function has split."""
     entries = entries_of(trees, rules)
     stated = next((entry.stated for entry in entries if entry.stated is not None), None)
     if None in rows and stated is not None and len(stated) == len(rows):

@@ -90,7 +90,7 @@ class RowCheck:
     def check(
         self, engine: RunLifecycle, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig
     ) -> None:
-        """Check that layers treat rows independently, in calls 1, 2, 4, ... with similar inputs or if layers change."""
+        """Check in calls 1, 2, 4, ..., and after layers change, that layers treat rows independently."""
         self.tried.clear()
         self.is_nonlinear = False
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:

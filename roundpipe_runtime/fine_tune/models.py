@@ -265,7 +265,7 @@ def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = No
     """Load the tokenizer of a model.
 
     Args:
-        source: source of the model.
+        source: the model to train, as :func:`model_source` returned it.
         name: folder with a tokenizer, or ``"bytes"``. Default: the tokenizer in the model's folder or GGUF file, or a
             byte tokenizer if there is none and the weights are random.
 

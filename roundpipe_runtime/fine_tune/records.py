@@ -318,7 +318,7 @@ def model_card(
     """Return the text of a model card: the data, losses, options and versions of a training.
 
     Args:
-        source: source of the model.
+        source: the trained model, as :func:`model_source` returned it.
         records: records of the steps and evaluations of the training.
         data: description of the training data.
         options: options of the training by name; options with the value ``None`` are omitted.

@@ -127,7 +127,7 @@ class ParameterStore:
                 tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Copy master weights into parameters, and parameters that the user has changed into their master weights."""
+        """Copy each master weight into its parameter, or a parameter that the user changed into its master weight."""
         # stepped: whether an optimizer has just stepped; steps of torch's optimizers are also detected
         stepped = self.note_published() or stepped
         self.take_gradients()

@@ -81,7 +81,7 @@ class _Adapting:
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
 
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        """Return ``dynamic_shapes`` with one entry per child of a cache; return ``shapes`` if their form is unknown."""
+        """Return ``shapes`` with one entry per child of a cache, or unchanged if ``shapes`` have an unknown form."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]

@@ -218,7 +218,7 @@ class RoutedParameters:
 
 
 def find_groups(layer: LayerContents) -> dict[str, Members]:
-    """Return the expert weights of a layer, of which a call may read a part, keyed by name: stacked, or in lists."""
+    """Return the weights of the experts of a layer, by name; a call may need the weights of some experts only."""
     # Names have `*` instead of an index in a list. If an expert itself is a `ModuleDict`, the names contain its keys.
     names = dict(_names(layer.module, ""))
     times = collections.Counter(id(slot.parameter) for slot in layer.slots)

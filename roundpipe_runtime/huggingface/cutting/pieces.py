@@ -160,7 +160,7 @@ class LayerCall(nn.Module):
         return self.observe(state)[0]  # the same state if this microbatch skips the layer
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
-        """Call the layer; return the new state, and which entries it read from KV caches that the model created."""
+        """Call the layer; return the values for the next layer, and the entries that were read from KV caches."""
         if (spec := state.call_log.calls.get(self.place)) is None:
             return state, frozenset()
         values, boxes = state.values, dict(state.boxes)

@@ -155,7 +155,7 @@ class Distance:
         self._choose(model["greedy"], file["greedy"])
 
     def add_text_scores(self, model: torch.Tensor, file: torch.Tensor) -> None:
-        """Add differences between the model's and the file's logits (texts, length, vocabulary) for a text."""
+        """Add the divergence of the file's logits from the model's, shape (texts, length, vocabulary), to the sums."""
         self._scored += model[..., 0].numel()
         self._sums["text divergence"] += _divergence(model.detach(), file.detach())
 

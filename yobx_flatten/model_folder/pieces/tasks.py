@@ -72,7 +72,7 @@ def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Pie
 
 @torch.no_grad()
 def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
-    """Describe the file of a model that runs in one call; picture sizes that cannot be dynamic are fixed."""
+    """Describe the only file of a model without a generation loop; picture sizes are fixed if they cannot vary."""
     # the file can be compared with the model only if outputs do not depend on torch's seed
     with undisturbed(seed=0, model=model):
         before = torch.get_rng_state()

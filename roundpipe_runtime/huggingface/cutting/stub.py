@@ -11,30 +11,38 @@ import copy
 import functools
 import threading
 import types
-from collections.abc import Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from yobx_flatten.core.private_names.of_torch import DisableTorchFunctionSubclass, TensorBase, make_wrapper_subclass
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ...errors import CutError
 from ...pipeline.live import tensors_held, with_own_forwards
 from .capture import collect_on_copy
 
+
+class Session(Protocol):  # `pieces.PhaseSession`, which this file cannot import: that file imports this one
+    def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree: ...
+
+    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree: ...
+
+
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 class _Running(threading.local):
-    session: Any = None  # the `PhaseSession` that computes the results of stubs
+    session: Session | None = None  # computes the results of stubs
 
 
 _RUNNING = _Running()
 
 
 @contextlib.contextmanager
-def running(session: Any) -> Iterator[None]:
+def running(session: Session) -> Iterator[None]:
     before, _RUNNING.session = _RUNNING.session, session
     try:
         yield

@@ -38,7 +38,7 @@ def test_packed_data_goes_entry_by_entry_and_the_rest_follows_its_rows():
         (([2], [1, 1]), None, "These arguments were split into different numbers of microbatches"),
         # entry i goes to microbatch i, which has one number of rows
         (([2, 1], [1, 2]), None, "args[0], args[1] are split into different numbers of rows per microbatch"),
-        (([3, 1],), rows(5), "axis 0 has 4 in args[0]; 5 in label"),  # whole they would be wrong without a word
+        (([3, 1],), rows(5), "axis 0 has 4 in args[0]; 5 in label"),  # labels of other rows give a wrong loss
     ],
 )
 def test_packed_data_that_does_not_fit_is_refused(args, label, message):
@@ -104,9 +104,9 @@ def parts_of(sizes, make):
 
 
 def test_rows_of_the_parts_of_a_function():
-    """What is one object in all parts was not cut; of what was made anew, what adds up to the batch tells rows.
+    """One tensor in all parts was not split; new tensors whose sizes add up to the batch have its rows.
 
-    Such as a table of five beside parts of one row, a copy of it in each part, and a triangle of each part's own.
+    Examples: one table of five rows in all parts, a copy of the table in each part, and a triangle made for each part.
     """
     whole = {"args": (torch.zeros(4, 4), TABLE)}
     assert rows_of_parts(parts_of([1, 2, 1], lambda size: TABLE), whole) == [1, 2, 1]

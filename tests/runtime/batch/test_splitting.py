@@ -323,7 +323,7 @@ def test_the_batch_on_another_axis_is_refused_with_both_ways_out():
 
 @pytest.mark.parametrize("convert", [numpy.asarray, lambda rows: pytest.importorskip("pandas").DataFrame(rows)])
 def test_arrays_and_tables_with_rows_are_refused_with_the_line_that_makes_a_tensor(convert):
-    """Handed on whole they would be wrong without a word, unless a rule says so; `torch.as_tensor` takes no table."""
+    """Each microbatch would get all rows, and the loss would be wrong; `torch.as_tensor` takes no table."""
     table = convert(numpy.arange(16.0).reshape(8, 2))
     with pytest.raises(SplitError, match=r"label is a .* with 8 rows, but only tensors are split"):
         split((rows(8, 5),), {}, table, 2)

@@ -127,7 +127,7 @@ def traced_sum(cache):
 
 @pytest.mark.parametrize(("traced", "called"), [("DD", "DW"), ("DW", "WD"), ("DW", "DD"), ("DD", "DDD")])
 def test_a_traced_program_takes_its_structure_alone(block, traced, called):
-    """Leaves of another would be taken in the wrong order, without a word. The error names both structures."""
+    """Leaves of another structure would be used in the wrong order; the error names both structures."""
     program = traced_sum(made(traced))
     assert torch.equal(program(made(traced, length=5, batch=3)), torch.full((3, 2, 5, 4), 4.0))
     with pytest.raises(SpecMismatchError) as caught:

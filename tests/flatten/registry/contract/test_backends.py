@@ -52,7 +52,7 @@ def recipe_for(cls=None, name="tests:Pair"):
 class Library:
     theirs = (their_flatten, their_unflatten)
     write_calls = None  # nothing is called: a list is changed
-    leaves = None  # nothing comes apart before the import
+    leaves = None  # before its import the library flattens nothing
 
     def register(self, cls, name=None):
         other_libraries.register(cls, name=name)

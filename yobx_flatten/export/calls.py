@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ..core.effects import undisturbed
+from ..core.files.scratch import scratch_for
 from ..core.private_names.of_torch import pytree
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.comparison import compare_specs
@@ -33,7 +34,6 @@ from ..trees.shapes import dynamic_shapes
 from .example import Bounds, Example, make_example, narrowed, rows_of, sizes_of, varying_axes
 from .exported_model import ExportedModel
 from .onnx.attempts import ConversionRefusedError
-from .onnx.file import unproven_file
 from .proof.eager_runs import Case, Proof, clone
 from .proof.report import ExportReport
 from .quantization import Quantization, WeightBits
@@ -103,7 +103,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
 
     def export(example: Example, is_fixed: bool) -> ExportedModel:
         report = asked.report()
-        with unproven_file(options.path) as file:
+        with scratch_for(options.path) as folder:
             traced = traced_example(example, report)
             if example.loop:
                 check_cache_outputs(traced.input_names, traced.output_names, asked.facts.name, remedy=RETURN_THE_CACHE)
@@ -112,7 +112,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
             # of a larger model only the file is replayed, since the file does what the program does
             runs = asked.proof == "full" and not traced.readers
             source = prove(example, traced, asked, report, runs=runs, only_fitting=is_fixed)
-            write_file(dataclasses.replace(source, adapters=options.adapters), options, file, report)
+            write_file(dataclasses.replace(source, adapters=options.adapters), options, folder, report)
         exported = finish(source, report)
         exported.path = options.path
         return exported

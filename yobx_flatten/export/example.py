@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -29,7 +28,7 @@ from ..trees.shapes import check_entries, shapes_of_leaves, with_none_below, wit
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.walk import key_name, leaf_names, leaves_of, node_of, plain_names
 from .proof.eager_runs import Case, EagerRuns, clone
-from .stated_sizes import Relation, names_of, relations_of, replaced_forward
+from .stated_sizes import Relation, names_of, relations_of
 
 if TYPE_CHECKING:
     from ..huggingface.cases import DecodeSizes
@@ -118,17 +117,15 @@ class Bounds:
                 raise _above(f"{'.'.join(path)}.axis {axis}", obj.shape[axis], most, meaning)
         return entries
 
-    def check_program(self, inputs: PyTree, shapes: DynamicShapes, program: ExportedProgram) -> None:
+    def check_program(self, example: Example, program: ExportedProgram) -> None:
         """Raise an error if a dynamic axis of the program is larger in the example inputs than its bound."""
-        dims_of_leaves, values = shapes_of_leaves(inputs, shapes), traced_inputs(program)
-        for name, leaf, dims, value in zip(leaf_names(inputs), leaves_of(inputs), dims_of_leaves, values, strict=True):
-            for axis, dim in (dims or {}).items():
-                if getattr(dim, "max", None) is not None or not isinstance(value, torch.Tensor):
-                    continue
-                most, meaning = self._most((name.split(".")[0],), None, axis)
-                size: Any = value.shape[axis]
-                if most is None or leaf.shape[axis] <= most or not isinstance(size, torch.SymInt):
-                    continue
+        values = dict(zip(example.names, traced_inputs(program), strict=True))
+        for name, leaf, axis, dim in example.axes():
+            most, meaning = self._most((name.split(".")[0],), None, axis)
+            if getattr(dim, "max", None) is not None or most is None or leaf.shape[axis] <= most:
+                continue
+            size: Any = values[name].shape[axis] if isinstance(values[name], torch.Tensor) else None
+            if isinstance(size, torch.SymInt):
                 known = program.range_constraints.get(size.node.expr)
                 # torch.export may keep a symbol for a size with one possible value
                 if known is None or known.lower != known.upper:
@@ -136,13 +133,11 @@ class Bounds:
 
     def holds(self, inputs: PyTree, shapes: DynamicShapes, steps: int = 1) -> bool:
         """Return whether all input sizes stay within the bounds if ``steps`` calls extend the same cache."""
-        leaves = list(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
+        leaves = zip(leaf_names(inputs), leaves_of(inputs), strict=True)
         new = max((leaf.shape[1] for name, leaf in leaves if name in _NEW and leaf.dim() > 1), default=0)
-        for (name, leaf), dims in zip(leaves, shapes_of_leaves(inputs, shapes), strict=True):
-            for axis, dim in (dims or {}).items():
-                most = getattr(dim, "max", None)
-                if most is None or not isinstance(leaf, torch.Tensor) or axis >= leaf.dim():
-                    continue
+        for name, leaf, axis, dim in dynamic_axes(inputs, shapes):
+            most = getattr(dim, "max", None)
+            if most is not None and axis < leaf.dim():
                 counts = not leaf.is_floating_point() or after_cache(name) is not None
                 grows = (steps - 1) * new if axis and counts and name not in _NEW else 0
                 if leaf.shape[axis] + grows > most:
@@ -153,6 +148,14 @@ class Bounds:
         meaning = ("length" if axis else "batch") if axes is None else axes.get(axis, "")
         meaning = "new" if meaning == "length" and path[0] in _NEW else meaning
         return getattr(self, meaning, None), meaning
+
+
+def dynamic_axes(inputs: PyTree, shapes: DynamicShapes) -> Iterator[tuple[str, torch.Tensor, int, Any]]:
+    """Yield the input name, tensor, axis and ``Dim`` of each input axis that ``dynamic_shapes`` does not fix."""
+    for name, leaf, dims in zip(leaf_names(inputs), leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True):
+        for axis, dim in (dims or {}).items() if isinstance(leaf, torch.Tensor) else ():
+            if dim is not None:
+                yield name, leaf, axis, dim
 
 
 def _above(place: str, size: int, most: int, meaning: str) -> DynamicShapesError:
@@ -193,12 +196,7 @@ class Example:
         return dict(zip(self.names, leaves_of(self.inputs), strict=True))
 
     def axes(self) -> Iterator[tuple[str, torch.Tensor, int, Any]]:
-        """Yield the input name, tensor, axis and ``Dim`` of each input axis that ``dynamic_shapes`` does not fix."""
-        entries = shapes_of_leaves(self.inputs, self.shapes)
-        for name, leaf, dims in zip(self.names, leaves_of(self.inputs), entries, strict=True):
-            for axis, dim in (dims or {}).items() if isinstance(leaf, torch.Tensor) else ():
-                if dim is not None:
-                    yield name, leaf, axis, dim
+        return dynamic_axes(self.inputs, self.shapes)
 
     @functools.cached_property
     def runs(self) -> EagerRuns:
@@ -258,9 +256,8 @@ def make_example(
     check_no_modules(inputs)
     why_not, remarks = sizes_of(module, args, kwargs, cache_is)
     given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
-    found = _complete(module, inputs, kwargs, shapes, assumptions, bounds)
-    found |= {"why_not": no_data or why_not, "remarks": tuple(remarks), "bounds": bounds, "loop": loop}
-    example = Example(module, args, kwargs, cache_is=cache_is, no_data=no_data, **found)
+    example = Example(module, args, kwargs, None, {}, cache_is, no_data, no_data or why_not, tuple(remarks), bounds)
+    example = _with_shapes(dataclasses.replace(example, loop=loop), shapes, assumptions)
     cache, fixed = kwargs.get(cache_is), []  # dynamic axes that torch.export fixes since their size is 0 or 1
     # a caller who passes shapes for an empty cache wants a program for the prefill
     if example.shapes is not None and cache is not None and not pytree.tree_leaves(cache) and not given:
@@ -268,7 +265,7 @@ def make_example(
     elif example.shapes is not None:
         fixed = [f"{name} axis {axis}" for name, leaf, axis, _ in example.axes() if leaf.shape[axis] in (0, 1)]
     if fixed and not example.why_not:
-        example = _replaced(example, shapes, assumptions, fixed, bounds)
+        example = _replaced(example, shapes, assumptions, fixed)
     if fixed and example.why_not:
         remark = f"sizes of 0 and 1 in the example stay fixed ({', '.join(fixed)}): pass an example of size 2 or more."
         example = dataclasses.replace(example, remarks=(*example.remarks, remark))
@@ -301,9 +298,7 @@ def sizes_of(
     return why_not, [missing] if missing else []
 
 
-def _replaced(
-    example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
-) -> Example:
+def _replaced(example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str]) -> Example:
     """Return the example with axes of size 0 or 1 enlarged, or with the reason why the model refuses larger axes."""
     from ..huggingface.cases import DecodeSizes
 
@@ -319,26 +314,20 @@ def _replaced(
     if isinstance(larger, Exception):
         refusal = f"{type(larger).__name__}: {(str(larger).splitlines() or [''])[0]}"
         return dataclasses.replace(example, why_not=f"the model refuses {DecodeSizes()} ({refusal})")
-    found = _complete(module, _by_name(module, example.args, larger), larger, shapes, assumptions, bounds)
     remark = (
         f"the example was replaced by another with {DecodeSizes()}: torch.export fixes sizes of 0 and 1 "
         f"({', '.join(fixed)})."
     )
-    return dataclasses.replace(example, kwargs=larger, remarks=(*example.remarks, remark), **found)
+    example = dataclasses.replace(example, kwargs=larger, remarks=(*example.remarks, remark))
+    return _with_shapes(example, shapes, assumptions)
 
 
-def _complete(
-    module: torch.nn.Module,
-    inputs: Mapping[str, Any],
-    kwargs: Mapping[str, Any],
-    shapes: DynamicShapes,
-    assumptions: tuple[Any, ...],
-    bounds: Bounds | None,
-) -> dict[str, Any]:
-    """Return a dict with fields of :class:`Example`: ``shapes`` as torch expects, ``axis_names`` and ``relations``."""
+def _with_shapes(example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...]) -> Example:
+    """Return an example with ``shapes`` as torch expects, ``axis_names`` and ``relations``, as the caller stated."""
     if shapes is None:
-        return {"shapes": None}
-    for name in swallowed_names(module, kwargs):
+        return example
+    module, inputs = example.module, example.inputs
+    for name in swallowed_names(module, example.kwargs):
         close = difflib.get_close_matches(name, list(_parameters(module)), n=1, cutoff=0.85)
         if close:
             raise InvalidArgumentError(
@@ -355,38 +344,16 @@ def _complete(
         plain, leaves = without_names(shapes), leaf_names(inputs)
         rows = list(zip(leaves, leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True))
         found = {"axis_names": names_of(rows, stated), "relations": relations_of(leaves, stated)}
-    return {**found, "shapes": plain if bounds is None else bounds.on(inputs, plain)}
-
-
-# Give `forward` a parameter for each argument that it takes in its `**kwargs`, during a trace.
-#
-# `torch.export` takes dynamic shapes by the parameters of `forward`, and accepts none for arguments in `**kwargs`
-# (https://github.com/pytorch/pytorch/issues/150371). Hugging Face models take half of their arguments there.
+    plain = plain if example.bounds is None else example.bounds.on(inputs, plain)
+    return dataclasses.replace(example, shapes=plain, **found)
 
 
 def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the names of arguments that ``forward`` takes in its ``**kwargs``."""
     parameters = _parameters(module)
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
     return [name for name in kwargs if name not in parameters]
-
-
-@contextlib.contextmanager
-def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    if not names:
-        yield
-        return
-    original = module.forward
-    kept = [p for p in _parameters(module).values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
-    forward.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined] # what inspect reads first
-    with replaced_forward(module, forward):
-        yield
 
 
 def check_all_read(

@@ -102,11 +102,19 @@ def _as_expression(expression: sympy.Basic, place: str) -> Expression:
 
 
 @contextlib.contextmanager
-def asserted_in_forward(
-    module: torch.nn.Module, kwargs: Mapping[str, Any], names: Sequence[str], relations: Sequence[Relation]
+def traceable_forward(
+    module: torch.nn.Module,
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    relations: Sequence[Relation],
+    swallowed: Sequence[str],
 ) -> Iterator[None]:
+    """Make ``forward`` assert relations of sizes, and name arguments of its ``**kwargs``, in a ``with`` block."""
+    # swallowed: names of arguments in `**kwargs`, which get parameters. `torch.export` takes dynamic shapes by the
+    # parameters of `forward`, and accepts none for arguments in `**kwargs`, where Hugging Face models take half of
+    # their arguments (https://github.com/pytorch/pytorch/issues/150371).
     original = module.forward
-    if not relations and attached_spec(original) is None:
+    if not relations and not swallowed and attached_spec(original) is None:
         yield
         return
     order, numbers = list(kwargs), {name: number for number, name in enumerate(names)}
@@ -114,15 +122,26 @@ def asserted_in_forward(
 
     @functools.wraps(original)
     def forward(*given: Any, **named: Any) -> Any:
-        leaves = pytree.tree_leaves((given, [named[name] for name in order]))
+        leaves = pytree.tree_leaves((given, [named[name] for name in order])) if checks else []
         for check in checks:
             torch._check(check(leaves))
         return original(*given, **named)
 
     forget_attached(forward)  # torch refuses attached shapes next to dynamic_shapes, which contains them already
-    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined] # inspect reads it first
-    with replaced_forward(module, forward):
+    signature = inspect.signature(original)
+    if swallowed:
+        kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in swallowed]
+        signature = inspect.Signature([*kept, *added])
+    forward.__signature__ = signature  # type: ignore[attr-defined] # inspect reads it first
+    held = module.__dict__  # avoids `Module.__setattr__`, which a class may override
+    before = {"forward": held["forward"]} if "forward" in held else {}
+    held["forward"] = forward
+    try:
         yield
+    finally:
+        del held["forward"]
+        held.update(before)
 
 
 _Value = Callable[[list[Any]], Any]
@@ -140,18 +159,6 @@ def _check_of(found: Expression, places: Mapping[str, Place], numbers: Mapping[s
         number = numbers[name]
         return lambda leaves: leaves[number] if axis is None else leaves[number].shape[axis]
     return lambda leaves: found
-
-
-@contextlib.contextmanager
-def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    held = module.__dict__  # avoids `Module.__setattr__`, which a class may override
-    before = {"forward": held["forward"]} if "forward" in held else {}
-    held["forward"] = forward
-    try:
-        yield
-    finally:
-        del held["forward"]
-        held.update(before)
 
 
 # by the name of the class in sympy, or in torch.utils._sympy

@@ -36,9 +36,9 @@ from ..runners.ports import present_of
 from ..trace.program import arguments_of, text_of
 from ..trees.arguments import about_devices, on_other_devices
 from ..trees.walk import key_name, node_of, output_names, torch_leaves
-from .example import Axis, Example, check_all_read, named_in_forward, narrowed, rows_of, swallowed_names, varying_axes
+from .example import Axis, Example, check_all_read, narrowed, rows_of, swallowed_names, varying_axes
 from .proof.eager_runs import Left, clone, draws_random_numbers, returning_left, written_state
-from .stated_sizes import asserted_in_forward, asserts_values, environment_of, sizes_by_input, unasserted_sizes
+from .stated_sizes import asserts_values, environment_of, sizes_by_input, traceable_forward, unasserted_sizes
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -145,7 +145,7 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
         program, left = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
         fixed = unasserted
     if example.bounds is not None:
-        example.bounds.check_program(example.inputs, example.shapes, program)
+        example.bounds.check_program(example, program)
     return dataclasses.replace(described(program, example, left), fixed=fixed)
 
 
@@ -154,8 +154,7 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
     swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
     with raised_as(functools.partial(_explain, example)):
         leaves = pytree.tree_leaves(example.inputs)
-        named = named_in_forward(module, swallowed)
-        asserted = asserted_in_forward(module, example.kwargs, example.names, example.relations)
+        forward = traceable_forward(module, example.kwargs, example.names, example.relations, swallowed)
         # a trace writes to tensors that are plain attributes, and stores symbols in attributes
         untouched, traceable = undisturbed(module=module), stand_ins(module, leaves)
         # a strict trace ignores forward hooks
@@ -163,7 +162,7 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
         left = returning_left(module, finds=True) if is_returned else contextlib.nullcontext()
         kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
         checked = naming_untried_versions()
-        with checked, torch.no_grad(), untouched, traceable, named, asserted, kept, calm(), left as watch:
+        with checked, torch.no_grad(), untouched, traceable, forward, kept, calm(), left as watch:
             args, kwargs = clone((example.args, dict(example.kwargs)))
             how: Any = {"strict": strict, "prefer_deferred_runtime_asserts_over_guards": True}
             program = torch.export.export(module, args, kwargs, dynamic_shapes=example.shapes, **how)
@@ -223,9 +222,9 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
             most = None if known is None or not isinstance(known.upper, sympy.Integer) else int(known.upper)
             if most is not None and most < 2**31 and most not in stated:
                 largest[axis] = most
-    sizes: dict[str, Any] = {"unasserted": unasserted_sizes(program, example.names), "largest": largest}
-    sizes["asserts_values"] = asserts_values(program, example.names)
-    found = {"constants": constants, "constant_outputs": fixed_outputs, "readers": streamed_readers(module), **sizes}
+    found: dict[str, Any] = {"constants": constants, "constant_outputs": fixed_outputs, "largest": largest}
+    found |= {"unasserted": unasserted_sizes(program, example.names), "readers": streamed_readers(module)}
+    found["asserts_values"] = asserts_values(program, example.names)
     return Traced(program, inputs, names, complex_outputs, written, drawing, left=left, **found)
 
 

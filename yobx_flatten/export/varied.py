@@ -182,10 +182,8 @@ class _Maker:
 
     def _resized(self) -> tuple[Case | None, _Leaves, list[str]]:
         """Return a test case with other input sizes, the example inputs in these sizes, and notes on refused sizes."""
-        if self._example.shapes is None or not place_of_sizes(self._signature):
-            case, _ = self._accepted("other values", self._leaves, _signed)
-            return case, self._leaves, []
-        for sizes in itertools.islice(self._larger(), 5):
+        is_resizable = self._example.shapes is not None and bool(place_of_sizes(self._signature))
+        for sizes in itertools.islice(self._larger(), 5) if is_resizable else ():
             base = resized_leaves(self._example, self._signature, sizes)
             if base is None:
                 continue
@@ -200,7 +198,7 @@ class _Maker:
         reason = self._refusal or ": no other sizes that the program accepts were found"
         case, _ = self._accepted("other values", self._leaves, _signed)
         remark = f"other sizes were not replayed{reason}. Pass cases=[Case(name, args, kwargs), ...]."
-        return case, self._leaves, [remark]
+        return case, self._leaves, [remark] if is_resizable else []
 
     def _larger(self) -> Iterator[dict[str, int]]:
         """Yield input sizes to try: first all sizes larger than in the example, then each size alone."""

@@ -13,7 +13,7 @@ from ..core.effects import undisturbed
 from ..core.files.document import read_text
 from ..errors import InvalidArgumentError, ModelSourceError
 from ..export.model_facts import ModelFacts
-from ..export.onnx.stored_matrix import holds_integers
+from ..export.onnx.weights import holds_integers
 from ..export.proof.eager_runs import Proof, choose_proof
 from ..export.proof.report import ExportReport
 from ..export.quantization import Quantization, WeightBits, choose_quantization, reads_once

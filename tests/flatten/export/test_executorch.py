@@ -18,8 +18,7 @@ from yobx_flatten.export.exported_model import source_of
 from yobx_flatten.export.flat_program import flat_program, signature_of
 from yobx_flatten.export.runtimes import executorch
 from yobx_flatten.export.runtimes import write as runtimes
-from yobx_flatten.export.runtimes.executorch import grouped_product, written_out
-from yobx_flatten.export.runtimes.executorch_cache import with_row_buffers
+from yobx_flatten.export.runtimes.executorch import grouped_product, with_row_buffers, written_out
 from yobx_flatten.huggingface.cases import DecodeSizes, decode_inputs
 from yobx_flatten.runners.executorch_runner import Rows
 from yobx_flatten.runners.open import open_runner

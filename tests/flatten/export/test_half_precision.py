@@ -66,7 +66,11 @@ def model():
 def _written_of(monkeypatch, wrong, example):
     program = export_program(wrong, kwargs=example, proof="none").program
     convert = onnx_attempts.convert
-    monkeypatch.setattr(onnx_attempts, "convert", lambda given, *args, **options: convert(program, *args, **options))
+
+    def converted(traced, *args, **options):
+        return convert(dataclasses.replace(traced, program=program), *args, **options)
+
+    monkeypatch.setattr(onnx_attempts, "convert", converted)
 
 
 def test_what_the_type_costs_is_allowed_and_measuring_leaves_the_model_as_it_was(model, tmp_path):

@@ -24,7 +24,7 @@ from yobx_flatten.export.onnx import quantized, rounding
 from yobx_flatten.export.onnx.quantize import quantize_model
 from yobx_flatten.export.onnx.quantized import _channels
 from yobx_flatten.export.onnx.rounding import _split, round_with_feedback
-from yobx_flatten.export.onnx.stored_matrix import InputSplit
+from yobx_flatten.export.onnx.weights import InputSplit
 from yobx_flatten.export.proof import quality
 from yobx_flatten.export.proof.quality import Quality
 from yobx_flatten.model_folder.source.configuration import small_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import pathlib
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from ...core.compare import compare
+from ...core.effects import undisturbed
 from ...core.private_names.of_torch import pytree
 from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import STEP, first_line, result_or
@@ -22,16 +25,33 @@ from ...huggingface.cache_names import CACHE, argument_of
 from ...runners.adapters import Adapter, rooms_in
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session
-from ...runners.signature import KEY, Expression, bound_by_sums, decides_by_parts, holds, is_of_one_size, names_in
+from ...runners.signature import (
+    COMPARISONS,
+    KEY,
+    Expression,
+    Signature,
+    bound_by_sums,
+    decides_by_parts,
+    format_expression,
+    holds,
+    is_of_one_size,
+    names_in,
+    place_of_sizes,
+)
+from ...trace.onnx_repairs import ir
+from ...trees.walk import leaf_names, leaves_of
+from ..example import Example
 from ..flat_program import names_by_argument, signature_of
+from ..proof.eager_runs import REFUSALS, Case, clone, written_parameters
 from ..proof.replay import ByName, InSharedMemory, Side, check_last_scores, first_difference
 from ..proof.report import ExportReport
 from ..quantization import Quantization
 from ..source import Source, replay_cases, replay_file
 from ..traced import Traced
+from ..varied import arguments_with, resized_leaves
 from .file import UnprovenFile, convert
 from .quantize import check_quantized, quantize_model, remark_quantized
-from .sizes import OtherSizes, fix_sizes, refuse_sizes, sizes_in
+from .rewrite.graph import Nodes, copy_type, text_of_size
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -48,6 +68,7 @@ _COUNTED = (
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
+    # the arguments of `file.convert` with these names
     opset: int | None  # version of ONNX's operators; `None` for the exporter's own choice
     fuse: bool  # whether attention is one operator that takes the cache
     share: bool = False  # whether it is onnxruntime's attention operator
@@ -132,19 +153,8 @@ def _written(
 ) -> torch.onnx.ONNXProgram:
     traced = source.traced
     with report.timed("convert"):
-        converted = convert(
-            traced.program,
-            traced.input_names,
-            traced.output_names,
-            attempt.opset,
-            source.example.axis_names,
-            fuse=attempt.fuse,
-            share=attempt.share,
-            by_torch=attempt.by_torch,
-            readers=traced.readers,
-            translations=translations,
-            rooms=rooms_in(source.example.module),
-        )
+        weights: dict[str, Any] = {"readers": traced.readers, "rooms": rooms_in(source.example.module)}
+        converted = convert(traced, source.example.axis_names, translations=translations, **weights, **vars(attempt))
     report.remark(*_state_sizes(converted.model, source, shared=attempt.share))
     with report.timed("save"):
         if quantization is not None:
@@ -165,15 +175,19 @@ def _attempts(opset_version: int | None, share: bool) -> list[_Attempt]:
 def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     """Store relations between input sizes as metadata of an ONNX file, since ONNX has no assertions; return notes."""
     example, traced = source.example, source.traced
-    fix_sizes(model, traced.unasserted)
+    shapes = {value.name: value.shape for value in model.graph.inputs if value.shape is not None}
+    fixed = {str(text_of_size(shapes[name][axis])): size for (name, axis), size in traced.unasserted.items()}
+    for value in (*model.graph.inputs, *(value for node in model.graph.all_nodes() for value in node.outputs)):
+        if value.shape is not None and any(str(text_of_size(dim)) in fixed for dim in value.shape):
+            value.shape = ir.Shape([fixed.get(str(text_of_size(dim)), text_of_size(dim)) for dim in value.shape])
     try:
         signature = signature_of(traced)
     except InvalidArgumentError:  # an input is a number, which has no size
         return []
     if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # the file has another axis for these
         return []
-    replayed = [sizes_in(case, example, signature) for case in source.cases]
-    others = OtherSizes(example, traced, signature)
+    replayed = [_sizes_in(case, example, signature) for case in source.cases]
+    others = _OtherSizes(example, traced, signature)
 
     def decides(one: Expression) -> bool:
         # no test case violates the inequality, and the program is wrong for sizes that violate it
@@ -198,11 +212,167 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     stated = dataclasses.replace(signature, largest={}, smallest=least, relations=kept)
     if not shared:  # a shared cache has room for more tokens than it contains
         model.metadata_props[KEY] = stated.to_json()
-    refused = sorted(refuse_sizes(model, stated, traced.largest), key=len)
+    refused = sorted(_refuse_sizes(model, stated, traced.largest), key=len)
     if not refused:
         return []
     shown = ", ".join([*refused[:_SHOWN], *([f"and {len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else [])])
     return [f"the model's code fixes sizes; the file refuses other sizes: {shown}."]
+
+
+# Make a file, which cannot contain assertions, fail for input sizes that its `ExportedProgram` refuses. If an asserted
+# relation uses an operator that ONNX lacks, the file declares the sizes of the example as fixed.
+#
+#     asserted: 14 * (x.shape[2] // 14) == 70
+#
+#     size = Shape(x)[2]                  not = Not(Equal(14 * (size // 14), 70))
+#     one = Gather([1], Cast(not))        fails if `not` is 1: [1] has no second entry
+#     x = Reshape(x, Shape(x) * one)      the graph reads this value instead of the input
+
+
+def _refuse_sizes(model: ir.Model, signature: Signature, largest: Mapping[tuple[str, int], int]) -> list[str]:
+    """Make an ONNX graph fail for input sizes that its ``ExportedProgram`` refuses; return the relations as strings."""
+    # largest: upper bounds by input and axis, above which the model's code takes another branch
+    # without the size of a cache, since cache memory that is shared between calls is longer than its contents
+    places = {name: place for name, place in place_of_sizes(signature).items() if not place[0].startswith(CACHE)}
+    inputs = {value.name: value for value in model.graph.inputs}
+    refused = [
+        one
+        for one in signature.relations
+        if isinstance(one, tuple)
+        and one[0] in COMPARISONS
+        and names_in(one) <= places.keys()
+        # without sums of sizes, which operators that concatenate tokens check
+        and not all(
+            isinstance(side, str)
+            or (isinstance(side, tuple) and side[0] == "+" and all(type(part) in (int, str) for part in side[1:]))
+            for side in one[1:]
+        )
+    ]
+    shown = {name: f"{given}.shape[{axis}]" for name, (given, axis) in places.items()}
+    texts = [format_expression(one, shown) for one in refused]
+    for name, place in places.items():
+        if place in largest:
+            refused.append(("==", ("min", name, largest[place]), name))
+            texts.append(f"{shown[name]} <= {largest[place]}")
+        if name in signature.smallest:
+            refused.append(("<=", signature.smallest[name], name))
+            texts.append(f"{signature.smallest[name]} <= {shown[name]}")
+    by_input: dict[str, list[tuple[Expression, str]]] = {}
+    for one, text in zip(refused, texts, strict=True):
+        by_input.setdefault(places[min(names_in(one))][0], []).append((one, text))
+    axes = {size: (inputs[given], axis) for size, (given, axis) in places.items()}
+    for name, found in by_input.items():
+        _guard(model.graph, inputs[name], found, axes)
+    return texts
+
+
+def _guard(
+    graph: ir.Graph, given: ir.Value, relations: list[tuple[Expression, str]], sizes: Mapping[str, tuple[ir.Value, int]]
+) -> None:
+    """Insert, between an input and its consumers, a ``Reshape`` that fails if the sizes violate a relation."""
+    readers = list(given.uses())
+    made = Nodes()
+    add = made.add
+
+    def number(found: Expression) -> ir.Value:
+        """Add nodes that compute an expression of input sizes; return its value, int64 of shape (1,)."""
+        if isinstance(found, int):
+            return add("Constant", value_ints=[found])
+        if isinstance(found, str):
+            value, axis = sizes[found]
+            return add("Shape", value, start=axis, end=axis + 1)
+        kind, first, *others = found[0], number(found[1]), *map(number, found[2:])
+        for other in others:
+            if kind == "//":  # ONNX's Div rounds towards zero
+                first = add("Div", add("Sub", first, add("Mod", first, other)), other)
+            else:
+                first = add(_OPERATORS[kind], first, other)
+        return first
+
+    whole = add("Shape", given)
+    entry = add("Constant", value_ints=[1])
+    for relation, text in relations:
+        assert isinstance(relation, tuple)
+        kind, first, second = relation
+        met = add(_COMPARISONS[kind], number(first), number(second))
+        place = add("Cast", met if kind == "!=" else add("Not", met), to=int(ir.DataType.INT64))
+        whole = add("Mul", whole, add("Gather", entry, place, name=f"these sizes are refused, expected {text}"))
+    same = add("Reshape", given, whole)
+    same.shape = given.shape
+    copy_type(same, given)
+    for reader, index in readers:
+        reader.replace_input_with(index, same)
+    graph.insert_before(next(iter(graph)), made)
+
+
+_COMPARISONS = {"==": "Equal", "!=": "Equal", "<=": "LessOrEqual", "<": "Less"}
+_OPERATORS = {"+": "Add", "*": "Mul", "%": "Mod", "max": "Max", "min": "Min"}
+
+
+_TRIES = 3
+
+
+class _OtherSizes:
+    """Compares a program without its assertions with the model, for input sizes that violate the assertions."""
+
+    def __init__(self, example: Example, traced: Traced, signature: Signature) -> None:
+        self.example, self.traced, self.signature = example, traced, signature
+        self.sizes = {} if example.no_data else _sizes_in(example.case(1), example, signature)
+
+    def are_right_without(self, relation: Expression) -> bool:
+        """Return whether program and model agree at input sizes that violate ``relation``; ``False`` if unknown."""
+        if not names_in(relation) <= self.sizes.keys():
+            return False
+        near = (  # each differs in one size from the example inputs
+            {**self.sizes, name: size}
+            for name in sorted(names_in(relation))
+            for step in range(1, 2 * self.sizes[name] + 4)
+            for size in (self.sizes[name] - step, self.sizes[name] + step)
+            if size > 1
+        )
+        tried = list(itertools.islice((sizes for sizes in near if not holds(relation, sizes)), _TRIES))
+        return bool(tried) and all(map(self._same, tried))
+
+    @functools.cached_property
+    def _graph(self) -> torch.nn.Module:
+        made = self.traced.program.module(check_guards=False)
+        for node in [*made.graph.nodes]:
+            if node.target is torch.ops.aten._assert_scalar.default:
+                made.graph.erase_node(node)
+        made.recompile()
+        for key, hook in [*made._forward_pre_hooks.items()]:
+            if getattr(hook, "__name__", "") == "_check_input_constraints_pre_hook":  # this hook also checks the sizes
+                del made._forward_pre_hooks[key]
+        return made
+
+    def _same(self, sizes: Mapping[str, int]) -> bool:
+        made, module = resized_leaves(self.example, self.signature, sizes), self.example.module
+        if made is None:
+            return False
+        try:
+            written = written_parameters(module, self.traced.written)
+            with torch.no_grad(), undisturbed(seed=0, module=module, parameters=written):
+                args, kwargs = arguments_with(self.example, made)
+                wanted = clone(module(*args, **kwargs))
+            with torch.no_grad(), undisturbed(seed=0):
+                args, kwargs = arguments_with(self.example, made)
+                found = self._graph(*args, **kwargs)
+        except REFUSALS:
+            return False
+        expected, returned = pytree.tree_leaves(wanted), pytree.tree_leaves(found)
+        return len(expected) == len(returned) and all(
+            compare(one, other, "sums") for one, other in zip(expected, returned, strict=True)
+        )
+
+
+def _sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, int]:
+    inputs = example.of_call(case.args, case.kwargs)
+    leaves = dict(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
+    return {
+        name: leaves[given].shape[axis]
+        for name, (given, axis) in place_of_sizes(signature).items()
+        if isinstance(leaves.get(given), torch.Tensor) and axis < leaves[given].ndim
+    }
 
 
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pathlib
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -16,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from ...core.files.document import data_files_of
-from ...core.files.scratch import data_path, move_in, publish_files, scratch_for
+from ...core.files.scratch import data_path, move_in, publish_files
 from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import without_records
 from ...huggingface.cache_names import CACHE, PRESENT
@@ -24,6 +23,7 @@ from ...huggingface.layer_weights import Reader
 from ...runners.ports import FIRST
 from ...trace.onnx_repairs import ir
 from ..flat_program import decompose_untranslated, flat_program
+from ..traced import Traced
 from .rewrite.attention import fuse_attention, put_tokens_first
 from .rewrite.graph import join_projections, keep_last_scores, optimize_graph, repair_graph, sizes_of, text_of_size
 from .rewrite.group_query_attention import share_cache
@@ -43,12 +43,10 @@ _NOISE = {
 
 
 def convert(
-    program: ExportedProgram,
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    opset_version: int | None,
-    axes: Mapping[tuple[str, int], str] | None = None,
+    traced: Traced,
+    axes: Mapping[tuple[str, int], str],
     *,
+    opset: int | None,
     fuse: bool = False,
     share: bool = False,
     by_torch: bool = False,
@@ -57,6 +55,7 @@ def convert(
     rooms: Mapping[str, str] | None = None,
 ) -> torch.onnx.ONNXProgram:
     """Convert a program to ONNX, inside a ``register_flattening_functions`` block."""
+    # axes: names that the caller gave to axes, by input and axis
     # fuse: whether attention becomes one operator with the cache as its input, which needs opset 23
     # share: whether attention becomes onnxruntime's operator, which updates the cache in place
     # by_torch: whether torch decomposes the whole program, instead of only the operators without a translation
@@ -66,8 +65,8 @@ def convert(
         # torch 2.13 uses its own deprecated class LeafSpec when it copies a TreeSpec
         warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
         converted = torch.onnx.export(
-            program if by_torch else _decomposed_where_needed(program),
-            opset_version=opset_version,
+            traced.program if by_torch else _decomposed_where_needed(traced.program),
+            opset_version=opset,
             dynamo=True,
             verbose=False,
             optimize=False,
@@ -75,9 +74,9 @@ def convert(
         )
     assert converted is not None  # only the TorchScript exporter returns None
     found = converted.model.opset_imports.get("")
-    if opset_version is not None and found != opset_version:
+    if opset is not None and found != opset:
         raise InvalidArgumentError(
-            f"opset_version={opset_version}: torch's exporter cannot write this version for this model, and wrote "
+            f"opset_version={opset}: torch's exporter cannot write this version for this model, and wrote "
             f"{found}. Pass opset_version={found}, or None to let the exporter choose. No file was kept."
         )
     read_lazily(converted.model, readers or {})
@@ -87,7 +86,7 @@ def convert(
     with without_records({"onnx_ir.passes.common.initializer_deduplication": "Skipped deduplication of initializer"}):
         optimize_graph(converted.model)
     # after the passes, since one pass splits a value that is both an input and an output
-    for values, names in ((graph.inputs[:own], input_names), (graph.outputs, output_names)):
+    for values, names in ((graph.inputs[:own], traced.input_names), (graph.outputs, traced.output_names)):
         for value, name in zip(values, names, strict=True):
             value.name = name
     repair_graph(converted.model)
@@ -99,10 +98,10 @@ def convert(
     if fuse:
         put_tokens_first(converted.model)
     keep_last_scores(converted.model)
-    traced = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
-    dims: list[Any] = [dim for value in traced if isinstance(value, torch.Tensor) for dim in value.shape]
+    placeholders = [node.meta.get("val") for node in traced.program.graph.find_nodes(op="placeholder")]
+    dims: list[Any] = [dim for value in placeholders if isinstance(value, torch.Tensor) for dim in value.shape]
     sizes = {str(dim): dim.node.hint for dim in dims if isinstance(dim, torch.SymInt) and dim.node.has_hint()}
-    name_axes(converted.model, axes or {}, sizes)
+    name_axes(converted.model, axes, sizes)
     return converted
 
 
@@ -159,13 +158,6 @@ class UnprovenFile:
     def keep(self, folder: pathlib.Path) -> pathlib.Path:
         move_in(self.folder, folder)
         return folder / self.path.name
-
-
-@contextlib.contextmanager
-def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
-    """Yield an :class:`UnprovenFile`; its files are removed at exit unless ``publish`` or ``keep`` was called."""
-    with scratch_for(target) as folder:
-        yield UnprovenFile(target, folder)
 
 
 _SUM = re.compile(r"(\w+) \+ (past_\w+)")

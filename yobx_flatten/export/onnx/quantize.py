@@ -20,7 +20,8 @@ from ..proof.report import ExportReport
 from ..quantization import Bits, Quantization, Role, nothing_kept, remark_of_kept
 from .rewrite.graph import Nodes, attribute
 from .rounding import RoundedMatrices
-from .stored_matrix import (
+from .weights import (
+    Floats,
     Grids,
     InputSplits,
     StoredMatrix,
@@ -29,10 +30,11 @@ from .stored_matrix import (
     new_value,
     plus,
     products_of,
+    read_columns,
     replace_product,
     take_rows,
+    unmap,
 )
-from .weights import Floats, unmap
 
 _TABLE = 2**16
 """Smallest number of weights at which an embedding table is stored in 8 bits."""
@@ -97,10 +99,8 @@ def quantize_model(
         if key not in stored:
             grid = grids.find(value, transposed=transposed) if node.inputs[0].shape is not None else None
             before, size = found.roles.get(name, Role(name, 0, 0, False, 0)), math.prod(value.const_value.shape)
-            is_last, exact = (
-                before.is_last or node is nodes[-1][0],
-                max(before.exact, 32 if grid is None else grid.bits),
-            )
+            is_last = before.is_last or node is nodes[-1][0]
+            exact = max(before.exact, 32 if grid is None else grid.bits)
             found.roles[name] = Role(name, before.count + 1, before.size + size, is_last, exact)
             width = quantization.bits if bits is None else bits.get(name, quantization.bits)
             if grid is not None and grid.bits <= width:
@@ -413,7 +413,7 @@ def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_t
     blocks, name = -(-rows // size), f"{value.name}{'_T' if transposed else ''}"
     is_short = False  # whether all scales are in the range of float16
     if is_table:
-        scales = numpy.abs(_blocks(_read(tensor, transposed), size)).max(2) / _MOST
+        scales = numpy.abs(_blocks(read_columns(tensor, transposed), size)).max(2) / _MOST
         scales = scales[scales > 0]
         is_short = not scales.size or bool(scales.min() >= 2.0**-14 and scales.max() < 2.0**15)
     unmap(tensor)
@@ -429,11 +429,6 @@ def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_t
     return StoredMatrix(8, size, rows, columns, parts, nbytes, is_half=tensor.dtype.name == "FLOAT16")
 
 
-def _read(tensor: Any, transposed: bool) -> Floats:
-    array: Floats = tensor.numpy()
-    return array if transposed else numpy.ascontiguousarray(array.T)
-
-
 def _blocks(matrix: Floats, size: int) -> Floats:
     filled: Floats = numpy.pad(matrix, ((0, 0), (0, -matrix.shape[1] % size)))
     return filled.reshape(len(matrix), -1, size)
@@ -441,7 +436,7 @@ def _blocks(matrix: Floats, size: int) -> Floats:
 
 def _part(tensor: Any, transposed: bool, size: int, kind: Any, index: int) -> Any:
     """Return the integers of a matrix in 8 bits (``index`` 0), or the scales of its blocks (``index`` 1)."""
-    blocks = _blocks(_read(tensor, transposed), size).astype(numpy.float32)
+    blocks = _blocks(read_columns(tensor, transposed), size).astype(numpy.float32)
     unmap(tensor)
     scales = (numpy.abs(blocks).max(2) / _MOST).astype(kind)
     if index == 1:

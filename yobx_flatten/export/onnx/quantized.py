@@ -26,7 +26,7 @@ from .file import UnprovenFile
 from .quantize import QuantizedWeights, check_quantized, quantize_model, remark_quantized
 from .rewrite.graph import Nodes
 from .rounding import RoundedMatrices, input_moments, input_splits, read_matrix, round_by_text, round_with_feedback
-from .stored_matrix import Grids, InputSplits, is_in_main_graph, new_value, products_of, replace_product
+from .weights import Grids, InputSplits, is_in_main_graph, new_value, products_of, replace_product
 
 _NOTICED = 3e-4
 """Divergence, in nats, at which about one greedy token in a hundred differs from the model's."""
@@ -288,6 +288,8 @@ def _replace(group: _Group, model: ir.Model, found: QuantizedWeights) -> None:
         found.add(value, sum(part.nbytes for part in parts))
         found.blocks[0] = found.blocks.get(0, 0) + numbers.size
         found.by_token += 1
+    step = _constant(graph, "step_of_a_token", numpy.float32(1 / _STEPS))
+    zero = _constant(graph, "zero_of_a_token", numpy.uint8(_MIDDLE))
     # by input: the integers with one scale per token, and the largest value of each token
     divided: dict[Any, tuple[ir.Value, ir.Value]] = {}
     for node, key in group.nodes:
@@ -299,10 +301,10 @@ def _replace(group: _Group, model: ir.Model, found: QuantizedWeights) -> None:
             last = _constant(graph, "last_axis", numpy.array([-1], numpy.int64))
             most = made.add("ReduceMax", made.add("Abs", smooth), last, keepdims=1)
             positive = made.add("Max", most, _constant(graph, "least_of_a_token", numpy.float32(_LEAST)))
-            whole = made.add("QuantizeLinear", made.add("Div", smooth, positive), *_steps(graph))
+            whole = made.add("QuantizeLinear", made.add("Div", smooth, positive), step, zero)
             divided[node.graph, x] = whole, positive
         whole, largest = divided[node.graph, x]
-        (step, zero), (weights_in_8_bits, scales) = _steps(graph), stored[key]
+        weights_in_8_bits, scales = stored[key]
         given = [whole, weights_in_8_bits, step, scales, zero]
         product = made.add("MatMulIntegerToFloat", *given, domain="com.microsoft", name=node.name)
         made.add("Mul", product, largest)
@@ -325,9 +327,3 @@ def _constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
     known = graph.initializers.get(name)
     found: ir.Value = new_value(graph, name, ir.tensor(array)) if known is None else known
     return found
-
-
-def _steps(graph: ir.Graph) -> list[ir.Value]:
-    """Add the scale and the zero point of quantized activations to the graph, and return both."""
-    numbers = {"step_of_a_token": numpy.float32(1 / _STEPS), "zero_of_a_token": numpy.uint8(_MIDDLE)}
-    return [_constant(graph, name, number) for name, number in numbers.items()]

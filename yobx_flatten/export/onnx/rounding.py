@@ -28,8 +28,7 @@ from ..proof.eager_runs import Case, clone
 from ..quantization import Quantization, from_the_start, rounding_calls
 from ..source import Source
 from .file import UnprovenFile
-from .stored_matrix import Grids, InputSplit, InputSplits, is_in_main_graph, products_of
-from .weights import WeightGrid, unmap
+from .weights import Grids, InputSplit, InputSplits, WeightGrid, is_in_main_graph, products_of, unmap
 
 _MANY = 1.0, 0.97, 0.94
 _SHRINKS = {4: tuple(1 - 0.025 * step for step in range(14)), 7: _MANY, 8: _MANY}

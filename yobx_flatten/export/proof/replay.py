@@ -347,9 +347,9 @@ def first_difference(
             held, given = {**program.constants, **program.state_dict}, iter(clone(leaves))
             specs = program.graph_signature.input_specs
             values = [next(given) if s.kind is InputKind.USER_INPUT else held[s.target or ""] for s in specs]
-            interpreter = _Values(program.graph_module)
+            interpreter = torch.fx.Interpreter(program.graph_module, garbage_collect_values=False)
             interpreter.run(*values, enable_io_processing=False)
-            expected = interpreter.found
+            expected = {node.name: value for node, value in interpreter.env.items() if node.op == "call_function"}
         model = onnx.load(path)
         outputs = {value.name for value in model.graph.output}
         names = [n for node in model.graph.node for n in node.output if n in expected and n not in outputs]
@@ -373,18 +373,6 @@ def first_difference(
         where = f", of {lines[-1]}" if lines else ""
         return [f"the first value that differs is {node.name!r} ({node.target}{where}): {how}."]
     return []
-
-
-class _Values(torch.fx.Interpreter):
-    def __init__(self, module: torch.fx.GraphModule) -> None:
-        super().__init__(module)
-        self.found: dict[str, Any] = {}
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op == "call_function":
-            self.found[n.name] = result
-        return result
 
 
 # Find the outputs at padded positions, which depend on the implementation.

@@ -17,12 +17,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch.export import Dim
-
 from ...core.private_names.of_torch import pytree
 from ...errors import RecordError
-from ...trees.shapes import dynamic_shapes
 from .call import Call, same_value
 
 Place = tuple[str, int | None]
@@ -264,50 +260,6 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
         if path in paths and (not stays or name in sizes):
             found[path, axis] = name
     return found
-
-
-def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return example inputs for an export: those of one call, without constants; dynamic sizes of 1 become 2."""
-    varying = varying_in(calls, axes, sizes)
-    names = sorted(set(varying.values()))
-
-    def unfit(call: Call) -> tuple[int, int, int]:
-        of_call = [axes.sizes[name].get(call.index, 2) for name in names]
-        elements = sum(torch.Size(fact.shape).numel() for fact in call.facts() if fact.is_tensor)
-        return sum(size < 2 for size in of_call), len(of_call) - len(set(of_call)), elements
-
-    call = min(calls, key=unfit)
-    wanted = {**{name: max(2, axes.sizes[name].get(call.index, 2)) for name in names}, **sizes}
-    if "past" in sizes:  # a sliding layer keeps at most the tokens seen
-        kept = [name for name in wanted if name.startswith("kept")]
-        wanted.update({name: min(sizes["past"], max(axes.sizes[name].values())) for name in kept})
-    if "total" in wanted and call.past is not None and call.new is not None:
-        wanted["total"] = wanted.get("past", call.past) + wanted.get("new", call.new)
-    leaves = []
-    for leaf, fact in zip(call.snapshot.leaves(), call.facts(), strict=True):
-        sizes_of_leaf = {axis: wanted[name] for (path, axis), name in varying.items() if path == fact.path}
-        resized = leaf if isinstance(leaf, torch.Tensor) else sizes_of_leaf.get(None, leaf)  # a varying int is a size
-        if isinstance(resized, torch.Tensor):
-            for axis, size in sizes_of_leaf.items():
-                if axis is not None and resized.shape[axis] not in (0, size):
-                    rows = torch.arange(size, device=resized.device) % resized.shape[axis]
-                    resized = resized.index_select(axis, rows)
-            resized = resized.to(device=fact.device, copy=True)
-        leaves.append(resized)
-    constants = constants_of(calls)
-    return {name: value for name, value in call.snapshot.restore(leaves).items() if name not in constants}
-
-
-def shapes_of(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    varying, constants = varying_in(calls, axes, sizes), constants_of(calls)
-    inputs = {name: value for name, value in calls[0].inputs.items() if name not in constants}
-    wanted: dict[str, Any] = {}
-    for fact in calls[0].facts():
-        if fact.path.partition(".")[0] in inputs:
-            places = {axis: Dim.AUTO for (path, axis) in varying if path == fact.path}
-            wanted[fact.path] = places if fact.is_tensor else places.get(None)
-    written: dict[str, Any] = dynamic_shapes(inputs, wanted)
-    return written
 
 
 def _is_plain(spec: pytree.TreeSpec) -> bool:

@@ -312,7 +312,8 @@ def write_call(folder: pathlib.Path, call: Call) -> Call:
     return dataclasses.replace(call, parts=parts)
 
 
-def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
+def read_call(path: pathlib.Path, callee: Callee | None) -> Call:
+    # callee: the recorded method; `None` for a method without its object, as the file describes it
     require("safetensors", "msgspec", purpose="read_call")
     import msgspec
 
@@ -337,7 +338,13 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
                         f"{path}: {error} Register the classes of the arguments before you load the calls."
                     ) from None
                 parts[name] = _stored(path, name, facts, spec)
-        return parts, msgspec.convert(about, About)
+        about = msgspec.convert(about, About)
+        if callee is None:
+            parameters = [
+                inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in load_static(about.names)
+            ]
+            callee = Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))
+        return Call(callee, about.index, about.kind, about.past, about.new, parts, about.error)
 
 
 def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: pytree.TreeSpec) -> Snapshot:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import inspect
 import itertools
 import os
 import pathlib
@@ -13,20 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 
 from ...core.compare import shares_of_nan
-from ...core.files.document import damage_as
 from ...diagnose.comparison import Report, compare_outputs, compare_specs
 from ...errors import RecordError, SpecMismatchError
 from ...errors.failures import result_or, table
 from ...huggingface.cache_names import is_cache, name_in
 from ...registry.recipe.aliases import TransformersCache
-from ...registry.recipe.static_codec import load_static
 from ...runners.program_runner import ProgramRunner
+from ...trees.shapes import dynamic_shapes
 from ...trees.walk import output_names
 from ..proof.replay import CaseResult
-from .axes import Axes, choose_example, constants_of, read_axes, shapes_of, varying_in
+from .axes import Axes, constants_of, read_axes, varying_in
 from .call import Call, Callee, call_files, callee_of, libraries_in_use, module_of, read_call, same_value
 
 
@@ -72,16 +70,9 @@ class RecordedCalls(Sequence[Call]):
         files = call_files(pathlib.Path(folder))
         if not files:
             raise RecordError(f"{folder} contains no recorded calls.")
-        found = [read_call(path) for path in files]
-        if model is not None:
-            callee = callee_of(model, method)
-        else:
-            about = found[0][1]
-            with damage_as(RecordError, str(files[0])):
-                names = load_static(about.names)
-                parameters = [inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in names]
-                callee = Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))
-        calls = [Call(callee, a.index, a.kind, a.past, a.new, parts, a.error) for parts, a in found]
+        first = read_call(files[0], None if model is None else callee_of(model, method))
+        callee = first.callee
+        calls = [first, *(read_call(path, callee) for path in files[1:])]
         loaded = cls(callee, [call for call in calls if not call.error])
         loaded.failed += [call for call in calls if call.error]
         return loaded
@@ -96,10 +87,7 @@ class RecordedCalls(Sequence[Call]):
     def __getitem__(self, which: int) -> Call: ...
 
     @overload
-    def __getitem__(self, which: str) -> RecordedCalls: ...
-
-    @overload
-    def __getitem__(self, which: slice) -> RecordedCalls: ...
+    def __getitem__(self, which: str | slice) -> RecordedCalls: ...
 
     def __getitem__(self, which: int | str | slice) -> Call | RecordedCalls:
         if isinstance(which, str):
@@ -204,7 +192,36 @@ class RecordedCalls(Sequence[Call]):
         Raises:
             RecordError: when no recorded call is in ``phase``, or a name in ``sizes`` is not the name of an axis.
         """
-        return choose_example(self._one(phase)._calls, self.axes(), sizes)
+        calls, axes = self._one(phase)._calls, self.axes()
+        varying = varying_in(calls, axes, sizes)
+        names = sorted(set(varying.values()))
+
+        def unfit(call: Call) -> tuple[int, int, int]:
+            of_call = [axes.sizes[name].get(call.index, 2) for name in names]
+            elements = sum(torch.Size(fact.shape).numel() for fact in call.facts() if fact.is_tensor)
+            return sum(size < 2 for size in of_call), len(of_call) - len(set(of_call)), elements
+
+        call = min(calls, key=unfit)
+        wanted = {**{name: max(2, axes.sizes[name].get(call.index, 2)) for name in names}, **sizes}
+        if "past" in sizes:  # a sliding layer keeps at most the tokens seen
+            kept = [name for name in wanted if name.startswith("kept")]
+            wanted.update({name: min(sizes["past"], max(axes.sizes[name].values())) for name in kept})
+        if "total" in wanted and call.past is not None and call.new is not None:
+            wanted["total"] = wanted.get("past", call.past) + wanted.get("new", call.new)
+        leaves = []
+        for leaf, fact in zip(call.snapshot.leaves(), call.facts(), strict=True):
+            sizes_of_leaf = {axis: wanted[name] for (path, axis), name in varying.items() if path == fact.path}
+            # a varying int is a size
+            resized = leaf if isinstance(leaf, torch.Tensor) else sizes_of_leaf.get(None, leaf)
+            if isinstance(resized, torch.Tensor):
+                for axis, size in sizes_of_leaf.items():
+                    if axis is not None and resized.shape[axis] not in (0, size):
+                        rows = torch.arange(size, device=resized.device) % resized.shape[axis]
+                        resized = resized.index_select(axis, rows)
+                resized = resized.to(device=fact.device, copy=True)
+            leaves.append(resized)
+        constants = constants_of(calls)
+        return {name: value for name, value in call.snapshot.restore(leaves).items() if name not in constants}
 
     def dynamic_shapes(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
         """Return the ``dynamic_shapes`` of :meth:`example`, in the form that ``torch.export.export`` accepts.
@@ -219,7 +236,16 @@ class RecordedCalls(Sequence[Call]):
         Raises:
             RecordError: when no recorded call is in ``phase``, or a name in ``sizes`` is not the name of an axis.
         """
-        return shapes_of(self._one(phase)._calls, self.axes(), sizes)
+        calls, axes = self._one(phase)._calls, self.axes()
+        varying, constants = varying_in(calls, axes, sizes), constants_of(calls)
+        inputs = {name: value for name, value in calls[0].inputs.items() if name not in constants}
+        wanted: dict[str, Any] = {}
+        for fact in calls[0].facts():
+            if fact.path.partition(".")[0] in inputs:
+                places = {axis: Dim.AUTO for (path, axis) in varying if path == fact.path}
+                wanted[fact.path] = places if fact.is_tensor else places.get(None)
+        written: dict[str, Any] = dynamic_shapes(inputs, wanted)
+        return written
 
     def module(self, phase: str | None = None) -> torch.nn.Module:
         """Return a module to export: it passes its inputs (see :meth:`example`) and :meth:`constants` to the model.

@@ -185,24 +185,17 @@ class _Interception:
     def __init__(self, owner: object, name: str) -> None:
         self.recorders: tuple[_Recorder, ...] = ()
         original = getattr(owner, name)
-        if not inspect.ismethod(original):  # a function that another library put on the object, as accelerate does
-
-            @functools.wraps(original)
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                return self._call(original, args, kwargs)
-
-            self.patch = AttributePatch(owner, name, watched)
-            return
-        function = original.__func__
+        is_method = inspect.ismethod(original)  # else a function that another library put on the object (accelerate)
+        function = original.__func__ if is_method else original
 
         @functools.wraps(function)
-        def watched_method(self_or_copy: object, *args: Any, **kwargs: Any) -> Any:
-            if self_or_copy is not owner:  # a deep copy of the object, made while it was watched
-                return function(self_or_copy, *args, **kwargs)
-            return self._call(original, args, kwargs)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if is_method and args[0] is not owner:  # a deep copy of the object, made while it was watched
+                return function(*args, **kwargs)
+            return self._call(original, args[1:] if is_method else args, kwargs)
 
         # a method, so that a deep copy of the object calls its own
-        self.patch = AttributePatch(owner, name, types.MethodType(watched_method, owner))
+        self.patch = AttributePatch(owner, name, types.MethodType(watched, owner) if is_method else watched)
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # calls inside a trace have placeholders and are not recorded

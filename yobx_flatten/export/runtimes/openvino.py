@@ -32,10 +32,10 @@ def write_openvino(traced: Traced, example: Example, path: pathlib.Path, *, in_p
     """Write a program as OpenVINO files; return the names of the cache inputs that became state."""
     # the program is converted from ONNX: OpenVINO 2026.4 cannot convert `sym_min`, which sliding layers use. With
     # attention in one operator, OpenVINO finds the cache.
-    names, opset, kept = (traced.input_names, traced.output_names), ATTENTION_OPSET if in_place else None, {}
+    opset, kept = ATTENTION_OPSET if in_place else None, {}
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
         file = UnprovenFile(pathlib.Path("model.onnx"), pathlib.Path(folder))
-        file.save(convert(traced.program, *names, opset, example.axis_names, fuse=in_place).model)
+        file.save(convert(traced, example.axis_names, opset=opset, fuse=in_place).model)
         model = read_model(file.path)
         if in_place:
             kept = keep_in_state(model, traced.presents)

@@ -16,6 +16,7 @@ import torch
 
 from ...core.compare import largest_difference
 from ...core.effects import undisturbed
+from ...core.files.scratch import scratch_for
 from ...core.private_names.of_torch import OpOverload
 from ...declare.scopes import options_in_use, register_flattening_functions
 from ...errors import (
@@ -42,7 +43,7 @@ from ...runners.ports import check_cache_outputs
 from ..example import Example, make_example
 from ..model_facts import ModelFacts, memory_available
 from ..onnx.attempts import write_proven
-from ..onnx.file import UnprovenFile, unproven_file
+from ..onnx.file import UnprovenFile
 from ..onnx.quantized import FileQuantizer
 from ..proof.eager_runs import Case, clone, written_parameters
 from ..proof.quality import Quality
@@ -248,15 +249,17 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
         traced = source.traced
         check_cache_outputs(traced.input_names, traced.output_names, facts.name, remedy=RETURN_THE_CACHE)
     report = source.asked.report(options.runtime)
-    with register_flattening_functions(**options_in_use()), unproven_file(options.path) as file:
-        write_file(source, options, file, report)
+    with register_flattening_functions(**options_in_use()), scratch_for(options.path) as folder:
+        write_file(source, options, folder, report)
     return report
 
 
 @without_spinning()
-def write_file(source: Source, options: FileOptions, file: UnprovenFile, report: ExportReport) -> None:
+def write_file(source: Source, options: FileOptions, folder: pathlib.Path, report: ExportReport) -> None:
     """Write a file for a runtime, check its outputs, and move the file to ``options.path`` if they are right."""
     # called inside `register_flattening_functions`, with checked options
+    # folder: a hidden folder for the file, see `scratch_for`
+    file = UnprovenFile(options.path, folder)
     # no tool passes the token counter, so the file computes the number of earlier tokens from the mask
     fed = source if options.counter_input else without_counter(source, report)
     report.runs = fed.example.runs
@@ -264,7 +267,19 @@ def write_file(source: Source, options: FileOptions, file: UnprovenFile, report:
     report.input_names, report.output_names = fed.traced.input_names, fed.traced.output_names
     logger.info("writing %s for %s", source.asked.facts.name, options.runtime, extra={**STEP, "share": 0.3})
     with naming_untried_versions():
-        _WRITERS[options.runtime](_Job(fed, options, file, report))
+        job = _Job(fed, options, file, report)
+        match options.runtime:
+            case "onnxruntime":
+                _onnx(job)
+            case "executorch":
+                _pte(job)
+            case "aotinductor":
+                job.write(functools.partial(write_package, fed.traced, file.path), "AOTInductor", trust=True)
+            case "openvino":
+                write = functools.partial(openvino.write_openvino, fed.traced, fed.example, file.path)
+                job.write(write, "OpenVINO")
+                rewrite = functools.partial(openvino.quantize, file.path, report=report)
+                job.quantize(functools.partial(job.measured, rewrite))
     if not report.ok:
         where = f"Nothing was written to {options.path}."
         if options.keep_failed is not None:
@@ -384,10 +399,6 @@ def _onnx(job: _Job) -> None:
         write_proven(file, source, report, options.opset_version, quantization=asked, **how)
 
 
-def _aotinductor(job: _Job) -> None:
-    job.write(functools.partial(write_package, job.source.traced, job.file.path), "AOTInductor", trust=True)
-
-
 def _pte(job: _Job) -> None:
     asked, report = job.options.backend, job.report
     attempts: Sequence[Backend] = ("xnnpack", "portable") if asked == "auto" else (asked,)  # the faster first
@@ -425,15 +436,6 @@ def _pte_of(job: _Job, backend: Backend) -> None:
 
     # after the replay in float, which shows errors that quantization does not cause
     job.quantize(functools.partial(job.measured, quantized))
-
-
-def _openvino(job: _Job) -> None:
-    source, path = job.source, job.file.path
-    job.write(functools.partial(openvino.write_openvino, source.traced, source.example, path), "OpenVINO")
-    job.quantize(functools.partial(job.measured, lambda asked: openvino.quantize(path, asked, job.report)))
-
-
-_WRITERS = {"onnxruntime": _onnx, "aotinductor": _aotinductor, "executorch": _pte, "openvino": _openvino}
 
 
 def without_counter(source: Source, report: ExportReport) -> Source:

@@ -18,7 +18,7 @@ from ...core.files.document import opened_tensors
 from ...errors import InvalidArgumentError, ModelSourceError, NoRoomError
 from ...errors.failures import first_line, format_bytes
 from ...export.model_facts import memory_available
-from ...export.onnx.stored_matrix import holds_integers
+from ...export.onnx.weights import holds_integers
 from ...huggingface.layer_weights import Reader, stream_layers
 from ...registry.patches import AttributePatch
 from .configuration import class_for, stated_weights

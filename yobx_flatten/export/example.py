@@ -24,7 +24,7 @@ from ..registry.recipe.aliases import DynamicShapes, PyTree
 from ..trace.program import arguments_of, traced_inputs
 from ..trees.arguments import check_no_modules, has_no_data, shapes_by_name
 from ..trees.dynamic_specs import by_parameter, with_attached, without_specs
-from ..trees.shapes import check_entries, shapes_of_leaves, with_none_below, without_names
+from ..trees.shapes import check_entries, same_container, shapes_of_leaves, with_none_below, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.walk import key_name, leaf_names, leaves_of, node_of, plain_names
 from .proof.eager_runs import Case, EagerRuns, clone
@@ -100,9 +100,7 @@ class Bounds:
             specs = [shapes[key] for key in obj] if isinstance(shapes, Mapping) else list(shapes)
             rows = zip(node.children, specs, names, meanings, strict=True)
             below = [self.on(child, spec, (*path, name), meaning) for child, spec, name, meaning in rows]
-            if isinstance(shapes, Mapping):
-                return dict(zip(obj, below, strict=True))
-            return type(shapes)(*below) if hasattr(shapes, "_fields") else type(shapes)(below)
+            return same_container(obj, node, below)
         if not isinstance(obj, torch.Tensor) or not isinstance(shapes, (Mapping, list, tuple)):
             return shapes
         entries = dict(shapes) if isinstance(shapes, Mapping) else dict(enumerate(shapes))

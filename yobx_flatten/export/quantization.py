@@ -407,70 +407,66 @@ class Role:
     exact: int = 32  # with this number of bits the matrices lose nothing; 32 if they are not integers times scales
 
 
-class Budget:
-    """Chooses the bits of each role (group of similar weight matrices), so that the perplexity is low enough."""
-
-    def __init__(self, roles: Mapping[str, Role], bits: int, measure: Callable[[Bits], Quality]) -> None:
-        self._roles, self._first, self._measure = roles, bits, measure
-
-    def find(self) -> tuple[Bits, Quality]:
-        """Give weight matrices more bits until the perplexity ratio is allowed; return the bits and the quality."""
-        bits, width = self.first(self._roles, self._first), self._first
-        sizes = {name: role.size for name, role in self._roles.items()}
-        quality = self._measure(bits)
-        wide = bits | self._wide_heads(self._roles, width)
-        if width == 4 and bits != wide and quality.is_close and quality.chooses_others:
-            bits = wide
-            quality = self._measure(bits)
-        while not self._is_enough(quality, width) and math.isfinite(quality.max_difference):
-            if width not in _WIDER:
+def find_bits(roles: Mapping[str, Role], width: int, measured: Callable[[Bits], Quality]) -> tuple[Bits, Quality]:
+    """Give weight matrices more bits until the perplexity ratio is allowed; return the bits and the quality."""
+    # width: the bits of all matrices at the start
+    bits: Bits = first_bits(roles, width)
+    quality = measured(bits)
+    wide = {**bits, **_wide_heads(roles, width)}
+    if width == 4 and bits != wide and quality.is_close and quality.chooses_others:
+        bits = wide
+        quality = measured(bits)
+    whole = sum(role.size for role in roles.values())
+    while not _is_enough(quality, width) and math.isfinite(quality.max_difference) and width in _WIDER:
+        for name in _in_order(roles, bits, _WIDER[width], _badness(quality), measured):
+            if bits[name] >= _WIDER[width]:
+                continue
+            wider = {**bits, name: _WIDER[width]}
+            full = sum(role.size for role in roles.values() if wider[role.name] == 32)
+            if full / whole > 0.5:  # a file with most weights in float is not a quantized file
+                continue
+            bits = wider
+            quality = measured(bits)
+            if _is_enough(quality, width):
                 break
-            for name in self._order(bits, _WIDER[width], _badness(quality)):
-                if bits[name] >= _WIDER[width]:
-                    continue
-                wider = {**bits, name: _WIDER[width]}
-                full = sum(size for one, size in sizes.items() if wider[one] == 32)
-                if full / sum(sizes.values()) > 0.5:  # a file with most weights in float is not a quantized file
-                    continue
-                bits = wider
-                quality = self._measure(bits)
-                if self._is_enough(quality, width):
-                    break
-            width = _WIDER[width]
-        return bits, quality
+        width = _WIDER[width]
+    return bits, quality
 
-    @classmethod
-    def first(cls, roles: Mapping[str, Role], bits: int) -> dict[str, int]:
-        """Return the bits to try first by role; the LM head gets more bits if all weights are then stored exactly."""
-        found = dict.fromkeys(roles, bits)
-        wide = found | cls._wide_heads(roles, bits)
-        return wide if cls.is_exact(wide, roles) else found
 
-    @staticmethod
-    def _wide_heads(roles: Mapping[str, Role], bits: int) -> dict[str, int]:
-        heads = [role.name for role in roles.values() if role.is_last and role.exact > bits]
-        return {name: _WIDER[bits] for name in heads if bits in _WIDER}
+def first_bits(roles: Mapping[str, Role], bits: int) -> dict[str, int]:
+    """Return the bits to try first by role; the LM head gets more bits if all weights are then stored exactly."""
+    found = dict.fromkeys(roles, bits)
+    wide = found | _wide_heads(roles, bits)
+    return wide if are_exact(wide, roles) else found
 
-    @staticmethod
-    def is_exact(bits: Bits, roles: Mapping[str, Role]) -> bool:
-        """Return whether no weight is rounded, because every matrix consists of integers of at most ``bits`` bits."""
-        return all(role.exact <= bits[name] <= 8 for name, role in roles.items())
 
-    @staticmethod
-    def _is_enough(quality: Quality, width: int) -> bool:
-        """Return whether the perplexity ratio is allowed; for 4 bits, the divergence on the text must also be small."""
-        return quality.is_close if width == 4 else quality.ok
+def are_exact(bits: Bits, roles: Mapping[str, Role]) -> bool:
+    """Return whether no weight is rounded, because every matrix consists of integers of at most ``bits`` bits."""
+    return all(role.exact <= bits[name] <= 8 for name, role in roles.items())
 
-    def _order(self, bits: Bits, wider: int, before: float) -> Iterator[str]:
-        """Yield groups of matrices that may get more bits: the LM head, then the group that gains most per weight."""
-        lossy = [role for role in self._roles.values() if role.exact > bits[role.name]]
-        rest = [role for role in lossy if not role.is_last]
-        yield from (role.name for role in lossy if role.is_last)
-        gains = {}
-        for role in rest if len(rest) > 1 else ():
-            logger.info("measuring %s in %d bits", role.name, wider, extra=STEP)
-            gains[role.name] = (before - _badness(self._measure({**bits, role.name: wider}))) / role.size
-        yield from sorted((role.name for role in rest), key=lambda name: gains.get(name, 0.0), reverse=True)
+
+def _wide_heads(roles: Mapping[str, Role], bits: int) -> dict[str, int]:
+    heads = [role.name for role in roles.values() if role.is_last and role.exact > bits]
+    return {name: _WIDER[bits] for name in heads if bits in _WIDER}
+
+
+def _is_enough(quality: Quality, width: int) -> bool:
+    """Return whether the perplexity ratio is allowed; for 4 bits, the divergence on the text must also be small."""
+    return quality.is_close if width == 4 else quality.ok
+
+
+def _in_order(
+    roles: Mapping[str, Role], bits: Bits, wider: int, before: float, measured: Callable[[Bits], Quality]
+) -> Iterator[str]:
+    """Yield groups of matrices that may get more bits: the LM head, then the group that gains most per weight."""
+    lossy = [role for role in roles.values() if role.exact > bits[role.name]]
+    rest = [role for role in lossy if not role.is_last]
+    yield from (role.name for role in lossy if role.is_last)
+    gains = {}
+    for role in rest if len(rest) > 1 else ():
+        logger.info("measuring %s in %d bits", role.name, wider, extra=STEP)
+        gains[role.name] = (before - _badness(measured({**bits, role.name: wider}))) / role.size
+    yield from sorted((role.name for role in rest), key=lambda name: gains.get(name, 0.0), reverse=True)
 
 
 def _badness(quality: Quality) -> float:

@@ -135,28 +135,27 @@ def prove(
             report.remark(*remarks)
             varied = [case for case in found if example.holds(case, 1)]
             report.remark(*left_out(len(found) - len(varied)))
+    # cases that are left out are not kept alive
+    source = Source(dataclasses.replace(asked, cases=None), example, traced, cases)
     if cases and runs:
         side = Nested(ProgramRunner(traced.program), example.cache_is, traced.written)
-        replay_cases([side], example, traced, cases, report)
+        replay_cases([side], source, report)
         tried, varied = [] if report.failed() else varied, []
         for case in tried:
-            result = _result(side, example, traced, case, report, is_varied=True)
+            result = _result(side, source, case, report, is_varied=True)
             if result.error is None:
                 varied.append(case)
                 _add(result, report)
             elif case.name != INFINITIES:
                 reason = " ".join(result.error.split())[:200]
                 report.remark(f"the program refuses inputs that the module accepts ({case.name}; {reason}).")
-    asked = dataclasses.replace(asked, cases=None)  # cases that are left out are not kept alive
-    return Source(asked, example, traced, cases, yardstick=report.yardstick, varied=varied)
+    return dataclasses.replace(source, yardstick=report.yardstick, varied=varied)
 
 
-def replay_cases(
-    sides: Sequence[Side], example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
-) -> None:
+def replay_cases(sides: Sequence[Side], source: Source, report: ExportReport) -> None:
     """Add the results of test cases to the report, inside an open ``register_flattening_functions`` block."""
-    for case, side in itertools.product(cases, sides):
-        _add(_result(side, example, traced, case, report, is_varied=False), report)
+    for case, side in itertools.product(source.cases, sides):
+        _add(_result(side, source, case, report, is_varied=False), report)
 
 
 def _add(found: CaseResult, report: ExportReport) -> None:
@@ -169,10 +168,9 @@ def _add(found: CaseResult, report: ExportReport) -> None:
         report.remark(f"with infinite values, {found.runtime} differs from the module ({reason}).")
 
 
-def _result(
-    side: Side, example: Example, traced: Traced, case: Case, report: ExportReport, *, is_varied: bool
-) -> CaseResult:
+def _result(side: Side, source: Source, case: Case, report: ExportReport, *, is_varied: bool) -> CaseResult:
     # is_varied: whether the case was generated from the example, so that rounding of its inputs may explain differences
+    example, traced = source.example, source.traced
     logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
     with report.timed("replay"):
         allowed = report.explained(case)
@@ -216,10 +214,10 @@ def replay_file(
     except FlattenError as error:
         report.cases.append(CaseResult("(loading)", report.runtime or "onnxruntime", 0, {}, 0.0, why_not(error)))
         return
-    replay_cases(sides, source.example, source.traced, source.cases, report)
+    replay_cases(sides, source, report)
     refused: dict[str, str] = {}
     for case, side in itertools.product([] if report.failed() else source.varied, sides):
-        found = _result(side, source.example, source.traced, case, report, is_varied=True)
+        found = _result(side, source, case, report, is_varied=True)
         if MISFIT in (found.error or ""):  # the conversion fixed sizes that vary in the program
             refused[case.name] = str(found.error).partition(f"{MISFIT}: ")[2]
         else:

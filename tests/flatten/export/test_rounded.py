@@ -19,7 +19,7 @@ from yobx_flatten import DecodeSizes, decode_inputs, export_onnx, register_flatt
 from yobx_flatten.export.onnx.file import UnprovenFile
 from yobx_flatten.export.onnx.rounding import input_moments, round_with_feedback
 from yobx_flatten.export.proof.quality import Quality
-from yobx_flatten.export.quantization import Budget, Quantization, Role, from_the_start, text_cases
+from yobx_flatten.export.quantization import Quantization, Role, find_bits, from_the_start, text_cases
 from yobx_flatten.runners.ports import CacheSlot, Port
 
 
@@ -279,7 +279,7 @@ def _search(allowed, bits=4, worst=1.0, agreed=None):
         agreement = None if agreed is None else agreed[given["head"]]
         return Quality("int4", 32, 9, worst, 0.1, 0.1, agreement, None, 9, 10.0, 10.0 * math.exp(log), allowed)
 
-    return *Budget(ROLES, bits, measure).find(), tried
+    return *find_bits(ROLES, bits, measure), tried
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_model_of_integers_keeps_the_8_bits_of_its_head():
         tried.append(dict(given))
         return Quality("int4", 32, 9, 0.1, 0.1, 0.1, 1.0, None, 9, 10.0, 10.0, 1.1)
 
-    bits, _ = Budget(roles, 4, measure).find()
+    bits, _ = find_bits(roles, 4, measure)
     assert bits == {"up": 4, "down": 4, "o": 4, "head": 8}
     assert tried == [bits]
 

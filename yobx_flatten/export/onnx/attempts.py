@@ -415,7 +415,7 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
     for adapter in source.adapters if runners else ():
         with adapter.active():  # copies of the cases, since rounding errors and outputs are cached by case
             cases = [dataclasses.replace(case, name=f"{adapter.name}: {case.name}") for case in source.cases]
-            replay_cases(sides(adapter), example, traced, cases, report)
+            replay_cases(sides(adapter), dataclasses.replace(source, cases=cases), report)
 
 
 def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:

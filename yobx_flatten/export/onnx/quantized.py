@@ -20,7 +20,7 @@ from ...trace.onnx_repairs import ir
 from ..proof.eager_runs import Texts
 from ..proof.quality import Quality
 from ..proof.report import ExportReport
-from ..quantization import Bits, Budget, Quantization, measure, reads_once, rounding_calls
+from ..quantization import Bits, Quantization, are_exact, find_bits, first_bits, measure, reads_once, rounding_calls
 from ..source import Source
 from .file import UnprovenFile
 from .quantize import QuantizedWeights, check_quantized, quantize_model, remark_quantized
@@ -71,7 +71,7 @@ class FileQuantizer:
             if is_enough:
                 return quality
         rounded: RoundedMatrices = {}
-        if not Budget.is_exact(Budget.first(roles, quantization.bits), roles):
+        if not are_exact(first_bits(roles, quantization.bits), roles):
             with report.timed("round"):
                 rounded = round_by_text(file, quantization, source, self.grids)
 
@@ -94,13 +94,13 @@ class FileQuantizer:
         inputs_first = quantization.bits == 8 and not is_kept
         if source.cases:
             measured = functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)
-            searched = functools.partial(Budget, roles, quantization.bits)
-            bits, quality = (bits, measured(bits)) if is_kept or inputs_first else searched(measured).find()
+            searched = functools.partial(find_bits, roles, quantization.bits)
+            bits, quality = (bits, measured(bits)) if is_kept or inputs_first else searched(measured)
             if rounds_inputs and asked == "auto" and _loss(quality) > _NOTICED:
                 as_is = functools.partial(try_bits, bits, rounds_inputs=False)
                 quality, rounds_inputs, splits = self._choose_inputs(quality, as_is, is_fine=inputs_first)
             if inputs_first and not quality.ok:
-                bits, quality = searched(functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits)).find()
+                bits, quality = searched(functools.partial(try_bits, rounds_inputs=rounds_inputs, splits=splits))
         if not rounds_inputs and asked in ("auto", "split") and not splits:
             report.remark(_FLOATS[asked])
         self._write(*quantized(bits, rounds_inputs=rounds_inputs, splits=splits), bits)

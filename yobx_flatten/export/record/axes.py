@@ -224,7 +224,7 @@ def _equal(one: _Sizes, other: Mapping[int, int]) -> bool:
     return bool(common) and all(one[call] == other[call] for call in common)
 
 
-# Choose an example among recorded calls of a phase, and the dynamic shapes for it.
+# Find the arguments of a phase that are constant, and the sizes that vary.
 
 _GROWING = ("batch", "past", "total", "kept", "source")  # a call with 1 is a valid example for these sizes
 

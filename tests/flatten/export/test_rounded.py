@@ -289,12 +289,8 @@ def _search(allowed, bits=4, worst=1.0, agreed=None):
         (1.5, None, [], 1),
         (1.5, 0.96, [], 1),
         (1.5, 0.94, ["head"], 2),  # the ratio holds, and less than 19 of 20 tokens are the model's
-        (
-            math.exp(0.0701),
-            None,
-            ["head", "o", "down"],
-            7,
-        ),  # three are measured alone: 0.01 of 10 weights, then 0.07 of 100
+        # three are measured alone: 0.01 of 10 weights, then 0.07 of 100
+        (math.exp(0.0701), None, ["head", "o", "down"], 7),
     ],
 )
 def test_the_head_is_the_first_to_get_more_bits_and_then_what_brings_most_for_its_size(allowed, agreed, more, count):

@@ -124,9 +124,12 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def near_gradients(found: Any, expected: Any, **tolerance: float) -> bool:
-    """Whether all gradients differ by rounding alone, or by what torch.allclose allows; of modules or parameters."""
+    """Whether gradients are missing in the same places, and differ by rounding or what torch.allclose allows."""
     one, other = (list(of.parameters() if isinstance(of, nn.Module) else of) for of in (found, expected))
     pairs = [(p.grad, q.grad) for p, q in zip(one, other, strict=True)]
+    if [p is None for p, _ in pairs] != [q is None for _, q in pairs]:
+        return False
+    pairs = [(p, q) for p, q in pairs if p is not None]
     return all(torch.allclose(p, q, **tolerance) if tolerance else near(p, q) for p, q in pairs)
 
 

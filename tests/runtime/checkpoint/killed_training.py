@@ -23,15 +23,8 @@ import safetensors.torch  # noqa: F401 # here, and not in every attempt
 import torch
 from torch import nn
 
-from roundpipe_runtime import (
-    GradScaler,
-    OptimizerCtx,
-    RoundPipe,
-    RoundPipeRunConfig,
-    load_checkpoint,
-    optim,
-    save_checkpoint,
-)
+import roundpipe_runtime
+from roundpipe_runtime import OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint, optim, save_checkpoint
 
 ROWS = 8
 # A kill comes within so many things done to files, which is about two steps.
@@ -55,7 +48,7 @@ def build(kind: str, devices: int, steps: int, host: str):
         makes = {"sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)}
         optimizer = makes.get(kind, lambda params: optim.Adam(params, lr=0.01))(pipe.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps + 1)
-    scaler = GradScaler(init_scale=2.0**6, growth_interval=5) if kind == "scaled" else None
+    scaler = roundpipe_runtime.GradScaler(init_scale=2.0**6, growth_interval=5) if kind == "scaled" else None
     return pipe, optimizer, scheduler, scaler
 
 

@@ -19,17 +19,10 @@ from matrix.models import make_model
 from roundpipe_runtime import RoundPipe, list_checkpoints, save_checkpoint, wrap_model_to_roundpipe
 from roundpipe_runtime.checkpoint import CheckpointError, DamagedCheckpointError
 from roundpipe_runtime.checkpoint import folder as folder_module
-from roundpipe_runtime.checkpoint.folder import (
-    MANIFEST,
-    appearing,
-    is_complete,
-    next_path,
-    remove_old,
-    verify,
-    write_manifest,
-)
+from roundpipe_runtime.checkpoint.folder import MANIFEST, is_complete, next_path, verify, write_manifest
 from roundpipe_runtime.checkpoint.tensor_files import decode, encode, need_safetensors, open_tensors, write_tensors
 from roundpipe_runtime.checkpoint.training_state import config_files
+from tests.runtime.tiny_training import same_bits
 from yobx_flatten import MissingDependencyError
 
 
@@ -186,7 +179,7 @@ def test_a_newer_format_is_not_damage(folder):
 
 def make(folder, count):
     for _ in range(count):
-        with appearing(next_path(folder)) as half:
+        with folder_module.appearing(next_path(folder)) as half:
             (half / "data").write_text("x")
 
 
@@ -219,7 +212,7 @@ def test_files_are_on_the_disk_before_the_name_is_there(tmp_path, monkeypatch):
 def test_a_checkpoint_that_misses_a_file_is_not_counted_and_numbers_sort_as_numbers(tmp_path):
     make(tmp_path, 4)
     (tmp_path / "checkpoint-00000003" / "data").unlink()
-    remove_old(tmp_path, 2)
+    folder_module.remove_old(tmp_path, 2)
     assert names(tmp_path) == [f"checkpoint-0000000{number}" for number in (2, 3, 4)]
     for number in (99999999, 100000000):  # past eight digits
         (tmp_path / f"checkpoint-{number}").mkdir()
@@ -256,18 +249,13 @@ def test_without_safetensors_the_error_says_what_to_install(monkeypatch):
         need_safetensors()
 
 
-def same_state(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    first, second = one.state_dict(), other.state_dict()
-    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral", "gemma3_text", "seq2seq:t5"])
 def test_from_pretrained_reads_it(tmp_path, name):
     model = make_model(name)
     pipe = wrap_model_to_roundpipe(model, check=False, devices="virtual:2")
     saved = save_checkpoint(tmp_path, pipe)
     found, report = type(model).from_pretrained(saved, output_loading_info=True)
-    assert same_state(found, model)
+    assert same_bits(found.state_dict(), model.state_dict())
     assert not any(report.values())
 
 
@@ -280,7 +268,7 @@ def test_the_auto_class_knows_what_it_is_reads_shards_and_generates_as_configure
     assert type(found) is type(model)
     assert found.dtype == torch.bfloat16
     assert found.generation_config.max_new_tokens == 7
-    assert same_state(found, model)
+    assert same_bits(found.state_dict(), model.state_dict())
     assert model.config.architectures is None
 
 

@@ -12,12 +12,7 @@ from torch import nn
 
 from roundpipe_runtime import OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint, optim, save_checkpoint
 from roundpipe_runtime.checkpoint import training_state
-from roundpipe_runtime.checkpoint.training_state import (
-    named_state,
-    random_state,
-    restore_optimizer,
-    restore_random_state,
-)
+from roundpipe_runtime.checkpoint.training_state import named_state, restore_optimizer
 from roundpipe_runtime.errors import CheckpointError
 from tests.runtime.few_bits import CONFIG, KINDS, model_of, trained_in
 from tests.runtime.small import batch, same_bits, small_model
@@ -390,9 +385,9 @@ def test_masters_without_a_place_are_refused(tmp_path):
 
 @pytest.fixture(autouse=True)
 def generators_left_as_found():
-    before = random_state()
+    before = training_state.random_state()
     yield
-    restore_random_state(before)
+    training_state.restore_random_state(before)
 
 
 class FakeLibrary:
@@ -416,11 +411,11 @@ class FakeLibrary:
 )
 def test_generators_of_accelerators_come_back_where_there_are_any(monkeypatch, kind, count, expected):
     monkeypatch.setattr(training_state, "_accelerator", lambda: ("cuda", FakeLibrary(2)))
-    state = random_state()
+    state = training_state.random_state()
     here = FakeLibrary(count)
     here.states = [torch.tensor([-1])] * count
     monkeypatch.setattr(training_state, "_accelerator", lambda: (kind, here))
-    restore_random_state(state)
+    training_state.restore_random_state(state)
     assert [generator.item() for generator in here.states] == expected
 
 

@@ -23,10 +23,7 @@ COMMANDS = ["demo", "plan", "train", "timeline", "doctor"]
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_that_fits_a_terminal(name, monkeypatch, capsys):
-    """80 columns, with a sentence that says what it does; a flag takes no value, so its help has no type.
-
-    The terminal breaks the lines: those of a docstring would stay, each with a rest below it in a narrower window.
-    """
+    """80 columns, and flags without types. A line break of a docstring would stay, also in a narrower window."""
     monkeypatch.setenv("COLUMNS", "80")
     assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out

@@ -19,10 +19,7 @@ pytest.importorskip("rich")
 
 @pytest.mark.slow
 def test_the_demo_trains_both_ways_and_draws_the_pipeline(capsys, monkeypatch):
-    """Exit status 0; a row per step with equal losses, the time of both, a row per device; plain text in a log.
-
-    Weights are larger than a device: plain training is refused there, and the pipeline has room to spare.
-    """
+    """Plain text in a log, with equal losses. Weights are larger than a device, so plain training is refused there."""
     monkeypatch.delenv("COLUMNS", raising=False)
     threads = torch.get_num_threads()
     assert main(["demo", "--steps", "5"]) == 0
@@ -98,10 +95,7 @@ MATRIX = WIDTH * WIDTH * 4  # bytes
 
 
 def test_a_pipeline_keeps_the_limit_that_plain_training_does_not():
-    """Plain training holds a weight, its gradient, two averages of Adam; of activations there is little in this model.
-
-    A stage of the pipeline holds a weight and its gradient, with those of the next stage; and some of it is held.
-    """
+    """Plain training holds weight, gradient and two moments; the pipeline has weights and gradients of two stages."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     before = copy.deepcopy(model.state_dict())

@@ -286,10 +286,7 @@ def test_float32_states_of_8_billion_parameters_fit_into_128_gb(tmp_path, shown,
 
 
 def test_a_reference_is_part_of_the_plan(short, shown, found, host):
-    """Its weights count on the host, and its forward, one of three passes, in time; adapters need no second model.
-
-    A host that holds the model and all that trains it, and not another one, is named.
-    """
+    """Its weights count on the host, its forward in time; adapters need no second model. A host too small is named."""
     host(10**12)
     request = [short, *CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048"]
     alone, with_it = found(*request), found(*request, "--reference")

@@ -29,10 +29,7 @@ def recorded(tmp_path_factory):
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_it_is_drawn_in_the_width_of_the_terminal(recorded, capsys, monkeypatch, columns):
-    """A row per device, their totals, the slowest stages; in a log without colours.
-
-    As JSON, computed, copied and waited are 100 % together.
-    """
+    """A row per device, totals and the slowest stages, without colours in a log; shares of the JSON add up."""
     monkeypatch.setenv("COLUMNS", str(columns))
     assert run(["timeline", str(recorded)]) == 0
     out = capsys.readouterr().out

@@ -118,10 +118,7 @@ def test_a_type_of_model_is_a_small_one(here, name, capsys):
 
 
 def test_the_model_is_the_first_argument_as_in_every_command(here, capsys):
-    """Behind it stands text; with `--model` all arguments are, also those of a pattern that the shell has spread.
-
-    `--json` leaves stdout to one object.
-    """
+    """Text stands behind it; with `--model` all arguments are text. `--json` leaves stdout to one object."""
     assert main(["train", "conf", "texts/*.txt", "-o", "first", *FEW, "--json"]) == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
@@ -165,10 +162,7 @@ def test_an_id_of_the_hub_is_downloaded(here, monkeypatch):
 
 
 def test_going_on_after_the_end_with_more_steps(here, capsys):
-    """A checkpoint behind the last step is written where one was asked for.
-
-    It is neither overwritten nor gone on with unless that is said; one of another model is refused.
-    """
+    """A checkpoint is neither overwritten nor continued unless that is said; one of another model is refused."""
     arguments = ["train", "texts", "-o", "out", *FEW, "--checkpoint", "c", "--schedule", "constant", "--warmup", "0"]
     assert main([*arguments, "--model", "conf"]) == 0
     capsys.readouterr()
@@ -333,10 +327,7 @@ def chats(folder, count=12):
 
 
 def test_conversations_are_learnt_and_shown_as_the_model_sees_them(here, capsys):
-    """What counts stands between marks, as there are no colours here; the saved tokenizer still chats.
-
-    They may be packed, with a template of one's own, which the tokenizer is saved with.
-    """
+    """What counts stands between marks, as there are no colours here; the saved tokenizer chats with its template."""
     chats(here)
     assert main(["train", "model", "--chat", "chats.jsonl", "-o", "out", *FEW, "--show-rows", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -476,10 +467,7 @@ STOPS = [
 
 @pytest.mark.parametrize(("number", "status", "step", "place"), cases(STOPS, quick=STOPS[2:]))
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(here, whole, number, status, step, place, request):
-    """In another process, on other devices: metrics and weights are those of a run that nobody stopped.
-
-    Killed without notice it goes on from the last checkpoint, and does again what came after. A disk is left empty.
-    """
+    """In another process, on other devices, where it was killed from the last checkpoint. A disk is left empty."""
     stopped = ["train", "--model", "conf", "texts", *LONG, "-o", "parts", "--metrics", "parts.jsonl"]
     disk = request.getfixturevalue("folder_on_disk") if place == "disk" else None
     stopped += [] if disk is None else ["--host", f"disk:{disk}"]

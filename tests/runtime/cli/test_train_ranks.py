@@ -40,11 +40,7 @@ def ranks(tmp_path_factory):
 
 
 def test_two_processes_have_the_bits_of_one(ranks):
-    """Steps 1 and 2 in one process and step 3 in two, or the other way round: metrics and weights are the same.
-
-    The groups of the checkpoint are kept, here two of 3 and 2 rows, without `--replicas`. Each rank writes its rows of
-    masters and moments; there is no file with all of them.
-    """
+    """Steps 1 and 2 in one process and step 3 in two, or the reverse. Groups are kept; each rank writes its shards."""
     _, folder = ranks
     assert same_bits(folder / "half", folder / "one half")
     assert same_bits(folder / "whole", folder / "one")

@@ -95,11 +95,7 @@ def backend(request):
 
 
 def test_equal_layers_share_what_is_compiled_once():
-    """Five blocks and two gates, rows of 3, 2 and 2, three steps, recomputed: three graphs.
-
-    One is of the first block, whose input needs no gradient; then of all other blocks, and of the gates. Accelerators
-    have their own.
-    """
+    """Graphs of the first block, whose input needs no gradient, of the others and of gates, for each kind of device."""
     counted = Counted()
     layers = len(model_of()) - 1
     learnt(model_of(), {"backend": counted}, all_recomputed(layers, 3), steps=3)

@@ -201,10 +201,7 @@ def test_checkpointing_around_a_pipeline_repeats_its_masks(pipe, reentrant):
 
 
 def test_a_pipeline_inside_a_layer_that_draws_repeats_its_masks(pipe):
-    """The layer is recomputed, and calls the inner pipeline once more: gradient times weight is the loss.
-
-    The layer does not wait for itself, and each run moves the generator by one number, that of the outer pipeline.
-    """
+    """Gradient times weight is the loss; a run moves the generator by one number, that of the outer pipeline."""
     inner = pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()).train(), devices="virtual:2", name="inner")
 
     class Asks(nn.Module):
@@ -416,10 +413,7 @@ def test_an_error_in_the_first_backward_comes_out_and_decides_nothing():
 
 
 def test_a_profiler_of_the_users_is_not_replaced():
-    """It sees the whole backward, and is there afterwards; the backward is run alone, as nobody knows what it does.
-
-    So is one that starts in a backward, which is the last one that is run alone.
-    """
+    """The backward is run alone, as nobody knows what a profiler does; also one in which a profiler starts."""
     names = []
 
     def look(frame, event, argument):

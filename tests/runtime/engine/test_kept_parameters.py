@@ -16,23 +16,15 @@ from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
 from roundpipe_runtime.engine.planner import FOR_PARAMETERS, Planner
 from roundpipe_runtime.errors import DeviceMemoryError
 from roundpipe_runtime.optim.layer_contents import scan
-from tests.runtime.small import (
-    batch,
-    checked_devices,
-    cut_plan,
-    gradients,
-    near,
-    same_bits,
-    small_model,
-    without_row_check,
-)
+from tests.runtime import small
+from tests.runtime.small import batch, cut_plan, gradients, near_gradients, same_bits, small_model, without_row_check
 
 ROWS = 8
 
 
 @pytest.fixture(params=[1, 2])
 def devices(request):
-    with checked_devices(request.param) as made:
+    with small.checked_devices(request.param) as made:
         yield made
 
 
@@ -158,10 +150,7 @@ def run_wide(pipe):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_frozen_parameters_are_uploaded_once_per_device(number):
-    """Devices on which the model and its gradients do not fit, but its parameters do. Else each stage uploads its own.
-
-    Stages go round, so each layer comes to each device.
-    """
+    """Where model and gradients do not fit, but parameters do. Stages go round, so each layer comes to each device."""
     model = wide()
     limited = [small_device(model, 1.3, place) for place in range(number)]
     options = {"execute_plan": layer_by_layer(model)}
@@ -206,8 +195,7 @@ def test_a_write_between_two_runs_is_seen(devices, write):
     pipe.zero_grad()
     pipe.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss)
     nn.functional.mse_loss(plain(inputs), labels).backward()
-    for found, expected in zip(gradients(model).values(), gradients(plain).values(), strict=True):
-        torch.testing.assert_close(found, expected)
+    assert near_gradients(model, plain, rtol=1.3e-6, atol=1e-5)
 
 
 def test_a_write_that_no_sample_finds_needs_a_line(devices):
@@ -311,10 +299,7 @@ def test_a_call_with_none_a_failed_run_and_the_end_leave_nothing_on_a_device(dev
     ([("cuda", 4000)], torch.float64, False),
 ])  # fmt: skip
 def test_layers_stay_where_there_is_room_for_all(found, dtype, fits):
-    """2,112 bytes of parameters and gradients in 60 %, and 2,112 more for sums in float64.
-
-    An accelerator that cannot be asked has no room to count on.
-    """
+    """2,112 bytes of parameters and gradients in 60 %, as many more for sums in float64; unknown memory is no room."""
     devices = [types.SimpleNamespace(torch_device=torch.device(kind), memory=memory) for kind, memory in found]
     options = [] if dtype is None else [lambda parameter: dtype]
     assert Planner([nn.Linear(32, 8)], devices, *options).fits() is fits
@@ -322,7 +307,7 @@ def test_layers_stay_where_there_is_room_for_all(found, dtype, fits):
 
 @pytest.fixture
 def device():
-    with checked_devices(1) as made:
+    with small.checked_devices(1) as made:
         yield made[0]
 
 
@@ -404,7 +389,7 @@ def test_gradients_of_pairs_are_scaled_before_they_come_down():
     pipe._rp_engine.row_check = None  # which compares gradients of a few rows before
     pipe.forward_backward((inputs,), label=labels, loss_fn=loss_fn)
     found = gradients(model)
-    assert all(near(found[name], gradient) for name, gradient in gradients(plain).items())
+    assert near_gradients(model, plain)
     assert len(device.left) == len(found)
     assert all(any(same_bits([gradient], [one]) for one in device.left) for gradient in found.values())
 

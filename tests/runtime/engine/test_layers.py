@@ -67,10 +67,7 @@ def test_a_layer_that_leaves_its_input_alone_gets_the_leaf(devices):
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_a_layer_may_begin_to_write_its_input(devices, counts):
-    """torch refuses the write of a leaf; the call is repeated with a tensor that can be written.
-
-    One that wrote a buffer before cannot be repeated: an error says so, and the next call is right.
-    """
+    """torch refuses to write a leaf, so the call is repeated; one that wrote a buffer cannot be: that is an error."""
     inputs, labels = batch(6)
     expected, found = model(), model()
     found[1].counts = counts
@@ -351,6 +348,5 @@ def test_gradients_are_those_of_the_plain_model(kind, around, grain):
             pipe.forward_backward((x,), label=y, loss_fn=nn.functional.mse_loss)
             (pipe(x) - y).square().mean().backward()
         (plain(x) - y).square().mean().backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.requires_grad == other.requires_grad
-        assert one.grad is other.grad is None or near(one.grad, other.grad)
+    assert near_gradients(model, plain)
+    assert [one.requires_grad for one in model.parameters()] == [one.requires_grad for one in plain.parameters()]

@@ -104,10 +104,7 @@ def test_a_layer_that_begins_to_differ_is_found_in_a_later_run(pipe):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16, torch.float64])
 def test_one_number_in_a_thousand_is_seen(dtype):
-    """The digest of an output changes if any row does, and not if none does.
-
-    Layers also hand on masks filled with the least number; a sum of two of these is infinite in their dtype.
-    """
+    """Masks are filled with the least number of their dtype, and a sum of two of these is infinite in it."""
 
     def digest(tensor):
         return digest_outputs([tensor.detach().clone().requires_grad_()])

@@ -240,11 +240,7 @@ class Kernel(ByRow):
 
 @pytest.mark.parametrize("kind", [Dense, Kernel])
 def test_a_layer_that_reads_all_experts_gets_all(kind):
-    """A mask hides NaN in the forward, and not in the backward: it is seen that all of the parameter is read.
-
-    Code that refuses what stands for a parameter, such as a kernel in C++, is called again with all experts, and later
-    runs upload them ahead.
-    """
+    """A mask hides NaN in the forward only. Code that refuses a stand-in, such as a kernel in C++, is called again."""
     assert like_the_plain_model(kind, rows_to(1, 2, rows=4)) == [0, 0, 0]
 
 

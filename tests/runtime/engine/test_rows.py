@@ -295,18 +295,13 @@ def test_a_backward_that_keeps_rows_apart_is_that_of_the_plain_layers(kind):
         (X,), label=LABELS, loss_fn=lambda y, label: F.mse_loss(y, label, reduction="sum"), run_config=config
     )
     F.mse_loss(plain(X), LABELS, reduction="sum").backward()
-    for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
-        assert theirs.grad is None or torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert near_gradients(pipe, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tries", [0, 1, 2])
 @pytest.mark.parametrize("made", [MIXES["mean of the batch"], MIXES_BACK["by the number of rows"]])
 def test_a_refused_call_is_refused_again(made, tries):
-    """Checks are repeated at calls 1, 2, 4, ...: a cell that is run three times must not train the third time.
-
-    Calls without gradients do not count for those with: a model is often tried before it is trained.
-    """
+    """Checks come at calls 1, 2, 4, ...; calls without gradients do not count, as a model is tried before it trains."""
     pipe = pipeline(made())
     for _ in range(tries if made in MIXES_BACK.values() else 0):
         call(pipe, "no gradients")

@@ -259,10 +259,7 @@ def test_what_the_loss_trains_is_added_in_order(four):
 
 @pytest.mark.parametrize("failing", range(5))
 def test_an_error_in_one_copy_leaves_nothing(four, failing):
-    """It is the error of the caller's own code with its place, no gradient stays, and the next call succeeds.
-
-    A loss that does not run on the first rows, on which its reduction is shown, is called with all rows at once.
-    """
+    """The error has its place. A loss that does not run on the first rows, by which it is proven, gets all rows."""
     model = make_model(tied=False)
     plan = cut_plan(len(model), [2], [3], 2)
     plan.last_stage_copies = 3

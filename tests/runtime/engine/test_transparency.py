@@ -1,7 +1,4 @@
-"""A pipeline computes what the plain model computes, for any batch, split and plan, or refuses; so do chains of two.
-
-A refusal is right wherever it is not clear what to split; another number without an error never is.
-"""
+"""A pipeline, or a chain of two, computes what the plain model does, or refuses where it is unclear what to split."""
 
 import copy
 import itertools
@@ -176,10 +173,7 @@ def test_dropout_is_that_of_the_plain_model_with_the_same_seeds(four, case, time
 @settings(max_examples=examples(25))
 @given(case=cases)
 def test_batch_norm_sees_its_microbatches_in_sequence(four, case):
-    """Gradients and running statistics are those of the plain model on the same microbatches, one by one.
-
-    In float32: a norm over two rows is too badly conditioned to be compared with float64.
-    """
+    """In float32: a norm over two rows is too badly conditioned to be compared with float64."""
     model = small_model(norm=True)
     inputs, labels = batch(2 * case["microbatches"] + case["rows"] % 2)
     reference = copy.deepcopy(model)
@@ -309,10 +303,7 @@ def sizes_of(rows):
 
 
 def by_function(sizes, table_as, triangle=False):
-    """A split function that cuts x at these rows, and hands the table on in one of several ways.
-
-    With a triangle, it makes a tensor without rows for each part besides.
-    """
+    """A split function for rows of x, which hands the table on in one of several ways, and a triangle without rows."""
 
     def cut(args, kwargs, num_microbatch):
         parts = args[0].split(sizes)

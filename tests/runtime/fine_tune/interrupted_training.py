@@ -62,13 +62,7 @@ def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> bo
 
 
 def main(kind: str, how: str, amount: str) -> None:
-    """Call again and again, and count what was interrupted and what was wrong afterwards.
-
-    Args:
-        kind: which calls.
-        how: "moments", when somebody else sends signals, or "lines", to be interrupted before one line after the other.
-        amount: for how many seconds, or every how many lines.
-    """
+    """Call for seconds while others send signals ("moments"), or interrupted before every n-th line ("lines")."""
     reset()
     before = state()
     for _ in range(2):

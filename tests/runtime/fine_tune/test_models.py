@@ -8,17 +8,9 @@ import re
 import pytest
 import torch
 
+from roundpipe_runtime import fine_tune
 from roundpipe_runtime.device.disk import disk_of
-from roundpipe_runtime.fine_tune import (
-    ByteTokenizer,
-    FineTuneError,
-    Lora,
-    add_lora,
-    check_output,
-    load_tokenizer,
-    model_source,
-    save_model,
-)
+from roundpipe_runtime.fine_tune import ByteTokenizer, FineTuneError, Lora, add_lora, model_source, save_model
 from tests.runtime import tiny_training as tiny
 from yobx_flatten import MissingDependencyError
 
@@ -26,10 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def test_a_folder_with_weights_is_loaded_as_it_is_stored(tmp_path):
-    """Nothing is read before; the dtype is that of the file unless another one is asked for.
-
-    float16 becomes bfloat16, as gradients would vanish in float16.
-    """
+    """Nothing is read before. float16 becomes bfloat16, as gradients would vanish in float16."""
     folder = tiny.weights_folder(tmp_path / "model", dtype=torch.bfloat16)
     source = model_source(folder)
     assert (source.has_weights, source.folder, source.vocab_size, source.longest) == (True, folder, 40, 64)
@@ -194,7 +183,7 @@ def test_transformers_loads_what_is_saved(tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
     assert (loaded.config.eos_token_id, loaded.generation_config.eos_token_id) == (1, 1)
-    assert isinstance(load_tokenizer(model_source(folder)), ByteTokenizer)
+    assert isinstance(fine_tune.load_tokenizer(model_source(folder)), ByteTokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -203,7 +192,7 @@ def test_peft_loads_saved_adapters(tmp_path):
     peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
     source = model_source(tiny.weights_folder(tmp_path / "base"))
     model = changed(add_lora(source.load(), Lora.parse("2"))).eval()
-    save_model(model, load_tokenizer(source), tmp_path / "out", source=source)
+    save_model(model, fine_tune.load_tokenizer(source), tmp_path / "out", source=source)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
     ids = torch.tensor([[3, 4, 5]])
@@ -228,7 +217,7 @@ def test_a_folder_that_exists_is_replaced_as_a_whole_if_asked(tmp_path, monkeypa
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "mine.txt").touch()
         with pytest.raises(FineTuneError, match=r"out exists. Name another folder, or replace it: --overwrite"):
-            check_output(tmp_path / "out")
+            fine_tune.check_output(tmp_path / "out")
         with pytest.raises(OSError, match="No space left"):
             save_model(model, ByteTokenizer(), tmp_path / "out", **how)
         assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]

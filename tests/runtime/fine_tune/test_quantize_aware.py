@@ -11,18 +11,9 @@ pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 
 import transformers
 
-from roundpipe_runtime import ConfigError
+from roundpipe_runtime import ConfigError, fine_tune
 from roundpipe_runtime.checkpoint import CheckpointError
-from roundpipe_runtime.fine_tune import (
-    FineTuneError,
-    Lora,
-    Settings,
-    Training,
-    make_blocks,
-    model_source,
-    quantize_aware,
-    save_model,
-)
+from roundpipe_runtime.fine_tune import Lora, Settings, Training, model_source, quantize_aware
 from roundpipe_runtime.fine_tune.adapters import RoundedLinear, unrounded_state
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 from tests.runtime import tiny_training as tiny
@@ -47,7 +38,7 @@ def made(folder, name):
 
 def rows(length=16):
     words = torch.randint(3, 13, (40 * length,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    return make_blocks(words, length=length, eval_share=0.1)
+    return fine_tune.make_blocks(words, length=length, eval_share=0.1)
 
 
 def by_formula(weight, bits):
@@ -123,7 +114,7 @@ def test_the_file_has_the_integers_and_the_tokens_of_the_training(folder, name, 
     assert len(layers) == 3 * 7
     learnt = [path for path, layer in layers.items() if not torch.equal(whole_weight(layer), before[path])]
     assert len(learnt) == (6 if "two" in name else 21)
-    save_model(model, tiny.word_tokenizer(), tmp_path / "out", source=model_source(folder))
+    fine_tune.save_model(model, tiny.word_tokenizer(), tmp_path / "out", source=model_source(folder))
     stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert stated["config_groups"]["group_0"]["weights"]["num_bits"] == bits
     export_folder(tmp_path / "out", tmp_path / "file", quantize="keep", target=target)
@@ -225,7 +216,7 @@ def test_what_cannot_be_trained_in_integers_is_refused(folder, call, message):
     """In one line, before a weight has changed."""
     model = model_source(folder).load()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises((ConfigError, FineTuneError), match=message) as refused:
+    with pytest.raises((ConfigError, fine_tune.FineTuneError), match=message) as refused:
         call(model)
     assert "\n" not in str(refused.value)
     after = model.state_dict()

@@ -35,10 +35,7 @@ def write(path, text):
 
 
 def test_a_file_of_text_is_one_document(tmp_path):
-    """With its line ends as they are; a mark at the beginning is no text; a line of pieces comes whole.
-
-    Text without a line break was copied for each of its pieces: 41 s for 64 MB.
-    """
+    """Line ends stay, a mark at the beginning goes. A long line was copied for each of its pieces: 41 s for 64 MB."""
     path = write(tmp_path / "a.txt", "\ufeffone\r\ntwo\n\nthree")
     assert documents([path]) == ["one\r\ntwo\n\nthree"]
     text = "è " * 2**20
@@ -83,10 +80,7 @@ def test_a_line_that_is_wrong_is_named(tmp_path, line, words):
 
 
 def test_folders_patterns_and_files_that_are_named_twice(tmp_path, monkeypatch):
-    """A folder stands for the texts in it, in the order of their names, however deep; what is no text is passed over.
-
-    `**` goes through folders; a file is read once, where it was named first; a file without an ending is text.
-    """
+    """Texts of a folder are sorted by name, others passed over; a file is read once, where it was named first."""
     for name in ("b.txt", "a/z.md", "a/b.jsonl", "picture.png", "LICENSE"):
         write(tmp_path / name, '{"text": "x"}')
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,9 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 from matrix.models import make_model
 from roundpipe_runtime import RoundPipeRunConfig, StageError, WeightedLoss, wrap_model_to_roundpipe
+from tests.runtime.huggingface import hf_small
 from tests.runtime.huggingface.hf_small import WIDTH, Toy, hf_batch, hf_model, squares, tokens, worst_gradient, wrapped
+from tests.runtime.small import near_gradients
 
 # Windows; experts with a loss of their own; recurrent layers; hidden states put together by hand
 NAMES = ["gemma3_text", "qwen3_moe", "jamba", "gptj"]
@@ -122,21 +124,15 @@ def test_a_model_may_be_wrapped_under_autocast():
 
 
 class Normed(Toy):
-    """A toy with norms before, between and after its layers; a random mask before the first one."""
+    """A toy with norms before, between and after its layers."""
 
-    def __init__(self, kind=nn.BatchNorm1d, dropout=0.0):
+    def __init__(self, kind):
         super().__init__()
         options = {} if kind is nn.BatchNorm1d else {"track_running_stats": True, "affine": True}
         self.norms = nn.ModuleList([kind(WIDTH, **options) for _ in range(4)])
-        self.dropout = nn.Dropout(dropout)
 
-    def forward(self, input_ids):
-        x = self.norm(0, self.dropout(self.embed(input_ids)))
-        for number, layer in enumerate(self.layers):
-            x = layer(x)
-            if number < 2:
-                x = self.norm(1 + number, x)
-        return self.head(self.norm(3, x))
+    def between(self, number, layer, x):
+        return self.norm(1 + number, layer(self.norm(0, x) if number == 0 else x))
 
     def norm(self, number, x):
         return self.norms[number](x.transpose(1, 2)).transpose(1, 2)
@@ -165,25 +161,16 @@ def test_each_norm_counts_a_microbatch_once(kind, microbatches):
     assert not model.norms[1].running_mean.any()
 
 
-class Masked(Toy):
-    """A toy with a random mask and a norm before its layers; no norm between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, input_ids):
-        x = nn.functional.dropout(self.embed(input_ids), 0.5, self.training)
-        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 @pytest.mark.slow
 def test_a_norm_behind_a_random_mask_has_the_statistics_of_what_went_into_the_layers():
     """And not those of the mask that the phase after the layers draws when it runs the code before them again."""
-    model = Masked().double().train()
+
+    def masked_at_first(self, number, layer, x):
+        x = functional.dropout(x, 0.5, self.training) if number == 0 else x
+        return layer(self.norm(x.transpose(1, 2)).transpose(1, 2) if number == 0 else x)
+
+    model = hf_small.toy(masked_at_first).double().train()
+    model.norm = nn.BatchNorm1d(WIDTH).double()
     pipeline = wrapped(model, example={"input_ids": tokens(2)}, microbatches=1)
     seen = []
     model.norm.register_forward_hook(lambda norm, args, out: seen.append(args[0].detach()))
@@ -276,9 +263,7 @@ def test_one_microbatch_is_masked_as_the_model_is(model, batch):
     found = pipe.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=1))
     assert np.random.rand() == after
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+    assert near_gradients(model, plain, rtol=1e-9, atol=1e-12)
 
 
 def test_the_gradient_is_that_of_the_masks_of_the_loss(model, batch):

@@ -8,11 +8,11 @@ import transformers
 from torch.nn.utils import parametrize
 from transformers import Trainer, TrainingArguments
 
-from roundpipe_runtime import RoundPipeRunConfig, RoundPipeTrainer, wrap_model_to_roundpipe
+from roundpipe_runtime import RoundPipeTrainer
 from roundpipe_runtime.engine.parameters import partial_table
 from tests.cases import cases
 from tests.runtime.huggingface.hf_small import known_model
-from tests.runtime.huggingface.test_experts import NAMES, tokens
+from tests.runtime.huggingface.test_experts import NAMES, pipe_of, tokens
 from tests.transformers_versions import is_older_than
 
 peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
@@ -38,11 +38,6 @@ def adapted(name, way="grouped_mm"):
         init_lora_weights=False,
     )
     return peft.get_peft_model(model, config)
-
-
-def piped(model, *, experts="all", microbatches=3, devices="virtual:2:check", **options):
-    config = RoundPipeRunConfig(upload_experts=experts, num_microbatch=microbatches, **options)
-    return wrap_model_to_roundpipe(model, devices=devices, model_run_config=config, lower_threshold=0)
 
 
 def trained(model):
@@ -77,7 +72,7 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name, way, experts, i
     monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
     model = adapted(name, way)
     losses, gradients = plain_steps(copy.deepcopy(model), 3)
-    pipe = piped(model, experts=experts)
+    pipe = pipe_of(model, experts, num_microbatch=3)
     optimizer = torch.optim.SGD([p for p in pipe.optim_parameters() if p.requires_grad], lr=0.05)
     frozen = {name: p.detach().clone() for name, p in pipe.cut.model.named_parameters() if not p.requires_grad}
     for step in range(3):
@@ -99,7 +94,7 @@ def test_steps_and_recomputation(is_async, grain):
     model = adapted("qwen3_moe")
     plain = copy.deepcopy(model)
     losses, _ = plain_steps(plain, 4, late=int(is_async is True))
-    pipe = piped(model, devices="virtual:2", recompute_grain=grain)
+    pipe = pipe_of(model, "all", num_microbatch=3, recompute_grain=grain)
     optimizer = torch.optim.SGD([p for p in pipe.optim_parameters() if p.requires_grad], lr=0.05)
     found = []
     for step in range(4):

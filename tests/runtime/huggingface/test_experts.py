@@ -92,10 +92,7 @@ def mixtral(**changes):
 
 
 def gradients_of_a_small_batch(make):
-    """The gradients, which are those of a run with all experts; four tenths of all bytes are not uploaded.
-
-    The first runs prove, and upload what they must.
-    """
+    """Those of a run with all experts; six tenths of the bytes are uploaded at most, after the runs that prove."""
     found = []
     for experts in ("all", "routed"):
         model = make()

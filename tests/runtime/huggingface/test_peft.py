@@ -47,7 +47,9 @@ def assert_the_same(pipeline, plain, batch, rel=1e-6, **options):
     return found
 
 
-def test_adapters_around_the_layers_modules_that_learn_whole_and_experts_inside():
+def test_adapters_around_the_layers_modules_that_learn_whole_experts_inside_and_a_model_in_one_piece():
+    model = adapted()
+    assert_the_same(wrapped(model, use_sequential_preset=False), copy.deepcopy(model), hf_batch())
     model = adapted(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
     assert_the_same(wrapped(model), copy.deepcopy(model), hf_batch())
     learning = {name for name, p in model.named_parameters() if p.grad is not None}
@@ -195,20 +197,11 @@ def test_rows_with_different_adapters_are_refused():
         pipeline(**hf_batch(2), adapter_names=["default", "__base__"])
 
 
-def test_a_small_model_in_one_piece_has_adapters_too():
-    model = adapted()
-    assert_the_same(wrapped(model, use_sequential_preset=False), copy.deepcopy(model), hf_batch())
-
-
 PROMPTS = {
-    "prefix": lambda task: peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=4),
-    "projected prefix": lambda task: peft.PrefixTuningConfig(
-        task_type=task, num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=16
-    ),
-    "prompt": lambda task: peft.PromptTuningConfig(task_type=task, num_virtual_tokens=4),
-    "encoded prompt": lambda task: peft.PromptEncoderConfig(
-        task_type=task, num_virtual_tokens=4, encoder_hidden_size=16
-    ),
+    "prefix": (peft.PrefixTuningConfig, {}),
+    "projected prefix": (peft.PrefixTuningConfig, {"prefix_projection": True, "encoder_hidden_size": 16}),
+    "prompt": (peft.PromptTuningConfig, {}),
+    "encoded prompt": (peft.PromptEncoderConfig, {"encoder_hidden_size": 16}),
 }
 
 
@@ -222,8 +215,9 @@ def test_learned_prompts_train_as_in_the_plain_model(name, method, old_names_sai
     torch.manual_seed(0)
     model = hf_model(name)
     model.config.decoder_start_token_id = 2
-    task = "SEQ_2_SEQ_LM" if name == "seq2seq:t5" else "CAUSAL_LM"
-    model = without_dropout(peft.get_peft_model(model, PROMPTS[method](task)).double())
+    kind, options = PROMPTS[method]
+    config = kind(task_type="SEQ_2_SEQ_LM" if "t5" in name else "CAUSAL_LM", num_virtual_tokens=4, **options)
+    model = without_dropout(peft.get_peft_model(model, config).double())
     batch = hf_batch()
     before = copy.deepcopy(batch)
     assert cache_of(assert_the_same(wrapped(model), copy.deepcopy(model), batch)) is None

@@ -16,14 +16,7 @@ from roundpipe_runtime.errors import ConfigError, LossError
 from roundpipe_runtime.huggingface import CutError, CutRefusedWarning, wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.cutting.capture import is_old
 from tests import fresh_process
-from tests.runtime.huggingface.hf_small import (
-    Toy,
-    hf_batch,
-    hf_model,
-    tokens,
-    worst_gradient,
-    wrapped,
-)
+from tests.runtime.huggingface.hf_small import Toy, hf_batch, hf_model, tokens, worst_gradient, wrapped
 from tests.runtime.small import assert_same_gradients, gradients
 
 NAMES = ["llama", "gpt2", "gemma3_text", "gemma3n_text", "gemma4_text", "mixtral", "mamba", "xlm", "seq2seq:t5"]
@@ -57,23 +50,17 @@ def test_three_steps_are_those_of_the_plain_model(name):
         theirs.zero_grad()
 
 
-def with_dropout():
-    config = make_config("gpt2")
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.2
-    return transformers.GPT2LMHeadModel(config)
-
-
-def with_layers_left_out():
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gpt2", dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.2)),
+     ("opt", {"num_hidden_layers": 6, "layerdrop": 0.5})], ids=["dropout", "layers left out"],
+)  # fmt: skip
+def test_no_bit_depends_on_the_devices(name, changes):
     """A microbatch calls the layers that were drawn for it, in all phases."""
-    config = make_config("opt")
-    config.num_hidden_layers, config.layerdrop = 6, 0.5
-    return transformers.OPTForCausalLM(config)
-
-
-@pytest.mark.parametrize("make", [with_dropout, with_layers_left_out])
-def test_no_bit_depends_on_the_devices(make):
     torch.manual_seed(0)
-    model = make().train()
+    config = make_config(name)
+    vars(config).update(changes)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
     found = []
     for devices in (1, 3):
         torch.manual_seed(3)
@@ -227,10 +214,7 @@ pipeline.close()
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not tell a process how much memory it held at most")
 def test_the_check_takes_no_copies_of_a_large_model():
-    """A copy of the weights and one of their gradients would take twice as much; the check takes less.
-
-    What it takes (177 to 224 MB were seen) are buffers of libraries, which do not grow with the model.
-    """
+    """Copies of weights and gradients would take twice the weights; buffers of libraries took 177 to 224 MB."""
     done = fresh_process.run("-c", LARGE, imported=fresh_process.TRAINER)
     weights, growth, compared = map(int, done.stdout.split())
     assert compared == 4 * 9 + 3

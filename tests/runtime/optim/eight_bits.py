@@ -1,7 +1,4 @@
-"""A training whose moments are torchao's, in 8 bits: hidden steps, and one that is resumed. Run as a program.
-
-python -m tests.runtime.optim.eight_bits FOLDER
-"""
+"""A training with torchao's moments in 8 bits, also resumed: python -m tests.runtime.optim.eight_bits FOLDER"""
 
 import sys
 import warnings

@@ -187,10 +187,7 @@ TOKENS = torch.randint(2, 60, (5, 6), generator=torch.Generator().manual_seed(1)
 
 
 def pipelines_of_the_same_bits(make, update, **options):
-    """Two pipelines of a model of transformers: one with master weights, and one with `update`.
-
-    Losses of two steps, the loss of an evaluation, master weights and moments are bitwise the same.
-    """
+    """Two pipelines, with master weights and with `update`; losses, weights and moments of two steps are the same."""
     pipes, found = [], []
     for way in ("masters", update):
         torch.manual_seed(0)

@@ -6,7 +6,7 @@ from torch import nn
 
 from matrix.models import make_config
 from roundpipe_runtime.huggingface import cut, passed_tensors
-from tests.runtime.huggingface.hf_small import WIDTH, Block, Toy, hf_batch, hf_model, tokens
+from tests.runtime.huggingface.hf_small import WIDTH, Block, Toy, hf_batch, hf_model, tokens, toy
 
 pytestmark = pytest.mark.slow
 
@@ -24,15 +24,13 @@ def test_a_hidden_state_passes_from_piece_to_piece():
     assert [one.name for one in passed] == ["x", "x", "x", "hidden_states"]
 
 
-class Scaled(Toy):
+def test_what_the_model_makes_for_its_layers_is_a_side_input():
     def between(self, number, layer, x):
         if number == 0:
             self.__dict__["weight"] = self.embed.weight.mean(0) + 1
         return layer(x) if number == 1 else layer(x, scale=self.__dict__["weight"])
 
-
-def test_what_the_model_makes_for_its_layers_is_a_side_input():
-    passed = found(Scaled(), {"input_ids": tokens(2)})
+    passed = found(toy(between), {"input_ids": tokens(2)})
     assert ("side", "scale", 0, (1, 3)) in passed
     assert len(passed) == 5
 
@@ -49,19 +47,14 @@ class Remembering(nn.Module):
         return (out if memory is None else out + memory), torch.sin(x).sum(-1, keepdim=True)
 
 
-class Remembered(Toy):
-    def __init__(self):
-        super().__init__(nn.ModuleList([Remembering() for _ in range(3)]))
-
+def test_what_a_layer_makes_for_a_later_one_is_carried():
     def between(self, number, layer, x):
         x, memory = layer(x, self.__dict__["memory"]) if number == 2 else layer(x)
         if number == 0:
             self.__dict__["memory"] = memory
         return x
 
-
-def test_what_a_layer_makes_for_a_later_one_is_carried():
-    passed = found(Remembered(), {"input_ids": tokens(2)})
+    passed = found(toy(between, nn.ModuleList([Remembering() for _ in range(3)])), {"input_ids": tokens(2)})
     assert [one for one in passed if one[0] != "hidden"] == [("carried", "memory", 1, (3,))]
 
 

@@ -12,23 +12,8 @@ from roundpipe_runtime import RoundPipeRunConfig
 from roundpipe_runtime.huggingface import BatchStructureError, CutError, cut
 from roundpipe_runtime.huggingface.cutting.caches import MadeCache, entries_read, without_caches
 from roundpipe_runtime.huggingface.cutting.stub import Key, rebind_functions
-from tests.runtime.huggingface.hf_small import (
-    WIDTH,
-    Block,
-    Opaque,
-    TakesOpaque,
-    Toy,
-    assert_like_plain,
-    compare_toy,
-    hf_batch,
-    hf_model,
-    squares,
-    tokens,
-    toy,
-    without_dropout,
-    worst_gradient,
-    wrapped,
-)
+from tests.runtime.huggingface import hf_small
+from tests.runtime.huggingface.hf_small import Block, Toy, compare_toy, hf_batch, hf_model, tokens, toy, wrapped
 
 
 def test_plain_layers_are_two_phases_and_code_between_them_is_one_more():
@@ -130,9 +115,9 @@ def test_code_that_the_example_did_not_run_is_an_error():
 
 
 def test_opaque_objects_among_arguments_are_refused():
-    compare_toy(toy(lambda self, number, layer, x: layer(x, Opaque(self.head.bias).tensor[0])))
-    layers = nn.ModuleList([TakesOpaque(), TakesOpaque()])
-    held = toy(lambda self, number, layer, x: layer(x, Opaque(self.head.bias)), layers)
+    compare_toy(toy(lambda self, number, layer, x: layer(x, hf_small.Opaque(self.head.bias).tensor[0])))
+    layers = nn.ModuleList([hf_small.TakesOpaque(), hf_small.TakesOpaque()])
+    held = toy(lambda self, number, layer, x: layer(x, hf_small.Opaque(self.head.bias)), layers)
     with pytest.raises(CutError, match="gets an argument that cannot be passed between layers") as caught:
         wrapped(held, example={"input_ids": tokens(2)})
     assert caught.value.reason == "structure"
@@ -157,14 +142,12 @@ def test_noise_of_the_models_own_code_is_the_same_in_all_phases():
     assert torch.equal(before, behind)
 
 
-class EvalGlue(Toy):
+def test_code_between_layers_in_evaluation_only():
     def between(self, number, layer, x):
         x = layer(x)
         return x + torch.relu(x) if number == 1 and not self.training else x
 
-
-def test_code_between_layers_in_evaluation_only():
-    model, plain = EvalGlue().double().train(), EvalGlue().double().train()
+    model, plain = toy(between).double().train(), toy(between).double().train()
     pipeline = wrapped(model, example={"input_ids": tokens(2)})
     assert pipeline.cut.report.phases == 3
     for mode in (True, False, True):
@@ -172,14 +155,14 @@ def test_code_between_layers_in_evaluation_only():
         plain.train(mode)
         expected = plain(tokens())
         (expected.square().sum() / 5).backward()
-        _, found = pipeline.forward_backward((tokens(),), loss_fn=squares, return_outputs=True)
+        _, found = pipeline.forward_backward((tokens(),), loss_fn=hf_small.squares, return_outputs=True)
         assert torch.allclose(found, expected, rtol=1e-12)
-        assert worst_gradient(model, plain) < 1e-12
+        assert hf_small.worst_gradient(model, plain) < 1e-12
 
 
 def test_xlnet_trains_though_it_keeps_memories_in_evaluation():
     """Its code computes memories between the layers in evaluation, and none in training."""
-    assert_like_plain(without_dropout(hf_model("xlnet")), hf_batch())
+    hf_small.assert_like_plain(hf_small.without_dropout(hf_model("xlnet")), hf_batch())
 
 
 class WithEntities(Block):
@@ -236,12 +219,12 @@ class Attends(Block):
 class Prefixed(Toy):
     def __init__(self, reads=(None, None, None)):
         super().__init__(nn.ModuleList([Attends(number, other) for number, other in enumerate(reads)]))
-        self.prefix = nn.Parameter(torch.randn(3, 2, WIDTH))
+        self.prefix = nn.Parameter(torch.randn(3, 2, hf_small.WIDTH))
 
     def forward(self, input_ids):
         x, cache = self.embed(input_ids), DynamicCache()
         for number, prefix in enumerate(self.prefix):
-            rows = prefix.expand(len(x), 1, 2, WIDTH)
+            rows = prefix.expand(len(x), 1, 2, hf_small.WIDTH)
             cache.update(rows, rows * 2, number)
         for layer in self.layers:
             x = layer(x, cache)
@@ -336,7 +319,7 @@ def test_a_model_with_a_replaced_forward_is_cut(replace):
     found = pipeline(**batch)
     found.square().sum().backward()
     torch.testing.assert_close(found, expected)
-    assert worst_gradient(model, plain) < 1e-6
+    assert hf_small.worst_gradient(model, plain) < 1e-6
 
 
 def test_a_forward_that_is_replaced_later_counts():

@@ -14,16 +14,8 @@ from torch.utils import _pytree as pytree
 
 from roundpipe_runtime.huggingface import CutError, CutReport, Equivalence
 from roundpipe_runtime.huggingface.adapters import example_inputs
-from roundpipe_runtime.huggingface.cutting import cut_plan
-from roundpipe_runtime.huggingface.cutting.call_log import (
-    CallLog,
-    CallSpec,
-    Tree,
-    box_content,
-    candidates,
-    fill_box,
-    is_box,
-)
+from roundpipe_runtime.huggingface.cutting import call_log, cut_plan
+from roundpipe_runtime.huggingface.cutting.call_log import CallLog, CallSpec, Tree, candidates
 from roundpipe_runtime.huggingface.cutting.cut_plan import CutPlan, begin, device_of
 from roundpipe_runtime.huggingface.cutting.pieces import live
 from roundpipe_runtime.huggingface.cutting.stub import Key, NeedsValue, Placeholder, copy_with_stubs, running
@@ -37,20 +29,20 @@ def tree(*leaves):
 
 
 def test_values_live_until_their_last_use():
-    call_log = CallLog().record({0: CallSpec(tree(A)), 2: CallSpec(tree(B, C))})
+    log = CallLog().record({0: CallSpec(tree(A)), 2: CallSpec(tree(B, C))})
     values = {A: torch.ones(1), B: torch.ones(2), C: torch.ones(3), Key(2, 0): torch.ones(4)}
-    assert set(live(values, call_log, 0, CutPlan([], []))) == {B, C}
-    assert set(live(values, call_log, 2, CutPlan([], [], keep=frozenset({A})))) == {A}
-    captured = dataclasses.replace(call_log, results={2: tree(None)}, captured={2: tree(Key(2, 0))})
+    assert set(live(values, log, 0, CutPlan([], []))) == {B, C}
+    assert set(live(values, log, 2, CutPlan([], [], keep=frozenset({A})))) == {A}
+    captured = dataclasses.replace(log, results={2: tree(None)}, captured={2: tree(Key(2, 0))})
     assert set(live(values, captured, 2, CutPlan([], []))) == {Key(2, 0)}
 
 
 def test_boxes_are_what_layers_could_write():
-    assert [is_box(one) for one in (UserDict(), [], (1,), torch.ones(1))] == [True, True, False, False]
+    assert [call_log.is_box(one) for one in (UserDict(), [], (1,), torch.ones(1))] == [True, True, False, False]
     shared, held = UserDict({"a": 1}), [1]
-    assert box_content(shared) == {"a": 1}
-    fill_box(shared, {"b": 2})
-    fill_box(held, [2, 3])
+    assert call_log.box_content(shared) == {"a": 1}
+    call_log.fill_box(shared, {"b": 2})
+    call_log.fill_box(held, [2, 3])
     assert (dict(shared), held) == ({"b": 2}, [2, 3])
 
 

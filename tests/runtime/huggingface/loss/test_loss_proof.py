@@ -1,7 +1,4 @@
-"""How losses of microbatches add up is proven for each kind of call; the plain model is the source of all numbers.
-
-Llama computes its norms and its loss in float32, whatever its weights are: equal means within 1e-6.
-"""
+"""How losses of microbatches add up is proven for each kind of call. Llama's loss is in float32: equal within 1e-6."""
 
 import copy
 import warnings
@@ -180,10 +177,7 @@ def test_one_proof_serves_all_calls_of_a_kind():
 @pytest.mark.parametrize("optim_dtype", [None, torch.float64], ids=["own", "copies"])
 @pytest.mark.parametrize("term", [None, rows_alone, z_loss], ids=["items", "rows", "joined"])
 def test_a_repeated_proof_leaves_a_step_in_the_background_one_step_late(term, optim_dtype):
-    """Also calls 2 and 4, which prove the loss again, read the weights from before the step next to them.
-
-    A joined loss, whose backward is a second run, waits for the step: its losses are those of plain steps.
-    """
+    """Calls 2 and 4 prove the loss with the weights before the step; a joined loss, with a second run, waits for it."""
     plain, batch = made(term)
     plain = plain.float()
     model = copy.deepcopy(plain)

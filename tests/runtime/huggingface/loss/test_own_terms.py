@@ -11,15 +11,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from roundpipe_runtime import ConfigError, LossError, RoundPipe, RoundPipeRunConfig, RoundPipeWarning
 from roundpipe_runtime.huggingface import SmoothedLoss, wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, split_options
-from tests.runtime.huggingface.hf_small import (
-    Toy,
-    assert_like_plain,
-    hf_batch,
-    hf_model,
-    tokens,
-    worst_gradient,
-    wrapped,
-)
+from tests.runtime.huggingface import hf_small
+from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, tokens, worst_gradient, wrapped
 from tests.runtime.huggingface.trainer.trainer_runs import make_model
 
 CONFIG = transformers.LlamaConfig(
@@ -176,7 +169,7 @@ def test_the_check_leaves_the_masks_of_layers_that_run_meanwhile_on_other_device
 def test_the_model_never_sees_options(is_cut):
     seen = []
 
-    class Any(Toy):
+    class Any(hf_small.Toy):
         def forward(self, input_ids, **kwargs):
             seen.append(set(kwargs))
             return super().forward(input_ids)

@@ -34,9 +34,10 @@ def test_items_of_a_mean_are_counted(compute, counts, sums):
     assert (items.counts, items.sums) == (counts, sums)
 
 
+@pytest.mark.parametrize("items", [{}, {"num_items_in_batch": 100}], ids=["own", "given"])
 @pytest.mark.parametrize("ignored", [0, 2, 5])
-def test_rows_without_labels_count_nothing(ignored):
-    model, batch = hf_model("llama"), hf_batch()
+def test_rows_without_labels_count_nothing_and_num_items_in_batch_is_the_weight(ignored, items):
+    model, batch = hf_model("llama"), {**hf_batch(), **items}
     batch["labels"][:ignored] = -100
     pipeline = wrapped(model)
     if ignored == 5:
@@ -44,13 +45,6 @@ def test_rows_without_labels_count_nothing(ignored):
         assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
         return
     assert_like_plain(model, batch, pipeline=pipeline)
-    with torch.no_grad():
-        assert pipeline(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
-
-
-def test_num_items_in_batch_is_the_models_own_weight():
-    model, batch = hf_model("llama"), {**hf_batch(), "num_items_in_batch": 100}
-    pipeline = assert_like_plain(model, batch)
     with torch.no_grad():
         assert pipeline(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
 

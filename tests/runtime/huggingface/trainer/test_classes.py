@@ -19,16 +19,9 @@ from roundpipe_runtime import ConfigError, wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.loss.call_options import SmoothedLoss
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeSeq2SeqTrainer, RoundPipeTrainer
 from tests.cases import cases
-from tests.runtime.huggingface.trainer.trainer_runs import (
-    MODELS,
-    TOLERANCE,
-    arguments,
-    collate,
-    history,
-    make_model,
-    make_rows,
-    make_trainer,
-)
+from tests.runtime.huggingface.trainer import trainer_runs
+from tests.runtime.huggingface.trainer.trainer_runs import arguments, collate, history, make_model, make_trainer
+from tests.runtime.tiny_training import same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -53,16 +46,12 @@ def assert_same_curves(plain, ours, keys=("loss", "eval_loss", "grad_norm", "lea
     for key in keys:
         expected = history(plain, key)
         assert expected, key
-        assert history(ours, key) == pytest.approx(expected, abs=TOLERANCE), key
+        assert history(ours, key) == pytest.approx(expected, abs=trainer_runs.TOLERANCE), key
 
 
-@pytest.mark.parametrize("name", cases(MODELS, quick=["bert"]))
+@pytest.mark.parametrize("name", cases(trainer_runs.MODELS, quick=["bert"]))
 def test_curves_are_those_of_the_plain_trainer(tmp_path, name):
-    """Loss, evaluation and schedule of steps of 2 padded batches of 5 rows; norms of the first before clipping.
-
-    Later norms differ by more than losses do, by what the steps' rounding makes of the weights. A decoder and a model
-    with an encoder are trained for so long that rounding adds up, the others until they have learned something.
-    """
+    """Later norms differ by what rounding makes of the weights. A decoder and T5 are trained until rounding adds up."""
     steps = 50 if name in ("llama", "t5") else 24
     # T5 has elements with next to no gradient, whose sign Adam with epsilon 1e-8 takes from rounding: after 50 steps
     # the plain Trainer differs by 4e-4 from itself with the rows of each batch reversed
@@ -70,7 +59,7 @@ def test_curves_are_those_of_the_plain_trainer(tmp_path, name):
     assert len(history(plain, "loss")) == steps
     assert_same_curves(plain, ours, ("loss", "eval_loss", "learning_rate"))
     norms = history(plain, "grad_norm")
-    assert history(ours, "grad_norm")[:6] == pytest.approx(norms[:6], abs=TOLERANCE)
+    assert history(ours, "grad_norm")[:6] == pytest.approx(norms[:6], abs=trainer_runs.TOLERANCE)
     assert max(norms[:6]) > 0.5  # what they were clipped to
     assert history(plain, "loss")[-1] < 0.8 * history(plain, "loss")[0]  # it learned something
     assert len(ours.pipeline.cut.report.pieces) >= 5
@@ -80,10 +69,10 @@ class Stream(torch.utils.data.IterableDataset):
     """Rows one by one: nobody can ask for a row by its number, nor how many there are."""
 
     def __iter__(self):
-        yield from make_rows("llama", 37)
+        yield from trainer_runs.make_rows("llama", 37)
 
 
-@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"example": collate(make_rows("llama", 2))}])
+@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"example": collate(trainer_runs.make_rows("llama", 2))}])
 def test_rows_that_come_one_by_one_are_those_of_the_plain_trainer(tmp_path, options):
     plain = trainers("llama", arguments(tmp_path, 4, **SHORT), kind=Trainer)
     ours = trainers("llama", arguments(tmp_path, 4, **SHORT), **options)
@@ -98,11 +87,10 @@ def test_a_model_that_has_not_trained_is_saved_as_it_is(tmp_path):
     ours.save_model()
     assert ours._rp_pipeline is None
     loaded = type(ours.model).from_pretrained(tmp_path)
-    for (key, expected), found in zip(ours.model.state_dict().items(), loaded.state_dict().values(), strict=True):
-        assert torch.equal(found, expected), key
+    assert same_bits(loaded.state_dict(), ours.model.state_dict())
 
 
-@pytest.mark.parametrize("name", cases(MODELS, quick=["llama", "bert"]))
+@pytest.mark.parametrize("name", cases(trainer_runs.MODELS, quick=["llama", "bert"]))
 def test_resumed_run_ends_with_the_same_bits(tmp_path, name):
     options = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "no"}
     whole = trainers(name, arguments(tmp_path, 6, **options), model=make_model(name, dropout=0.1))
@@ -112,8 +100,7 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path, name):
     )
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert history(again, "loss") == history(whole, "loss")
-    for (key, expected), found in zip(whole.model.state_dict().items(), again.model.state_dict().values(), strict=True):
-        assert torch.equal(found, expected), key
+    assert same_bits(again.model.state_dict(), whole.model.state_dict())
 
 
 def test_checkpoint_of_a_plain_trainer_is_resumed(tmp_path):
@@ -285,7 +272,7 @@ def test_sequences_are_generated_for_evaluation(tmp_path):
         changes = {"predict_with_generate": True, "generation_max_length": 6}
         trainer = trainers("t5", arguments(tmp_path, 2, kind=Seq2SeqTrainingArguments, **changes), kind=kind)
         trainer.train()
-        outputs.append(trainer.predict(make_rows("t5", 4)))
+        outputs.append(trainer.predict(trainer_runs.make_rows("t5", 4)))
     assert outputs[1].metrics["test_loss"] == pytest.approx(outputs[0].metrics["test_loss"], abs=1e-5)
     assert (outputs[1].predictions == outputs[0].predictions).all()
 
@@ -326,10 +313,7 @@ def test_best_model_has_the_weights_of_its_checkpoint(tmp_path, name):
 
 
 def test_adapters_are_trained_saved_and_resumed(tmp_path):
-    """LoRA: the curve is that of the plain Trainer, the checkpoint is PEFT's, and a resumed run ends with its bits.
-
-    The resumed one keeps the weights on the devices.
-    """
+    """The curve is the plain Trainer's, the checkpoint PEFT's; the resumed run keeps the weights on the devices."""
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
 
     def adapted():
@@ -346,8 +330,7 @@ def test_adapters_are_trained_saved_and_resumed(tmp_path):
     )
     again.train(resume_from_checkpoint=str(tmp_path / "RoundPipeTrainer" / "checkpoint-2"))
     assert history(again, "loss") == history(ours, "loss")
-    for (key, expected), found in zip(ours.model.state_dict().items(), again.model.state_dict().values(), strict=True):
-        assert torch.equal(found, expected), key
+    assert same_bits(again.model.state_dict(), ours.model.state_dict())
     traffic = [trainer.pipeline.parameter_traffic for trainer in (ours, again)]
     assert [one.reused > 0 for one in traffic] == [False, True]  # frozen weights stay where they are asked to
 
@@ -375,7 +358,7 @@ def test_model_and_batches_stay_on_the_host(tmp_path):
     args._n_gpu = 2
     ours = trainers("gpt2", args)
     assert ours.args.train_batch_size == 5  # and not 5 for each of two devices
-    batch = collate(make_rows("gpt2", 5))
+    batch = collate(trainer_runs.make_rows("gpt2", 5))
     ours.current_gradient_accumulation_steps = 1
     assert ours.training_step(ours.pipeline, batch).device.type == "meta"
     assert batch["input_ids"].device.type == "cpu"
@@ -458,7 +441,7 @@ def test_compiled_layers_learn_what_a_plain_trainer_learns(tmp_path, name):
         ours.train()
     assert not ours.pipeline._rp_engine._options.compiled.is_empty
     for key in ("loss", "eval_loss", "grad_norm"):
-        assert history(ours, key) == pytest.approx(history(plain, key), rel=10 * TOLERANCE)
+        assert history(ours, key) == pytest.approx(history(plain, key), rel=10 * trainer_runs.TOLERANCE)
 
 
 def test_a_model_that_is_wrapped_already_or_in_one_piece_is_not_compiled(tmp_path):

@@ -29,7 +29,6 @@ def wrap(devices: list[VirtualDevice]) -> Callable[..., RoundPipe]:
 
 @pytest.fixture
 def folder_on_disk(tmp_path: pathlib.Path) -> pathlib.Path:
-    """An empty folder in which a training may have its state."""
     if not hasattr(os, "posix_fadvise"):
         pytest.skip("state on a disk needs Linux")
     if disk._file_system(tmp_path) in disk._OF_MEMORY:

@@ -62,8 +62,6 @@ class Packed(torch.Tensor):
 
 
 class State:
-    """What belongs to the bytes of a weight."""
-
     def __init__(self, **values):
         self.__dict__.update(values)
 
@@ -119,7 +117,6 @@ class Moved(nn.Linear):
 
 
 def layer_of(kind, weight):
-    """A linear layer with this weight in few bits."""
     if kind == "packed":
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         layer.weight = nn.Parameter(Packed(*quantised(weight), weight.shape), requires_grad=False)

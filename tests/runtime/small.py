@@ -48,7 +48,6 @@ def checked_devices(count: int):
 
 
 def allocated(device: Device) -> int:
-    """Bytes that the tensors on a device take now."""
     if isinstance(device, VirtualDevice):
         return device.allocated
     device.synchronize()
@@ -95,7 +94,6 @@ def without_row_check(pipe: RoundPipe) -> RoundPipe:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Copies of the gradients, by name."""
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 

@@ -27,7 +27,6 @@ WORDS = ["the", "pipe", "holds", "a", "layer", "and", "then", "another", "one", 
 
 
 def config(**options):
-    """A Llama of three layers that reads bytes."""
     from transformers import LlamaConfig
 
     sizes = {
@@ -64,7 +63,6 @@ def text_folder(path: pathlib.Path, files: int = 3) -> pathlib.Path:
 
 
 def config_folder(path: pathlib.Path, **options) -> pathlib.Path:
-    """A folder with ``config.json`` and nothing else."""
     config(**options).save_pretrained(path)
     return path
 
@@ -133,7 +131,6 @@ def records_of(training: Training, *, stop: int | None = None, **options) -> lis
 
 
 def same_bits(one, other) -> bool:
-    """Whether two states have the same tensors, to the last bit."""
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 

@@ -219,10 +219,7 @@ def test_join_undoes_split(data, batch, count):
 
 
 def test_parts_whose_rows_are_not_known():
-    """An average would be wrong for parts of unlike size; equal tensors may be rows, or a constant: a rule says which.
-
-    Equal values need no average, unless they are trained.
-    """
+    """An average would be wrong for parts of unlike size. Equal values need none, unless they are trained."""
     one, other = torch.tensor(1.0), torch.tensor(3.0)
     with pytest.raises(JoinError, match="averaged, weighted by rows, but the rows of each microbatch are unknown"):
         join([one, other], [None, None])

@@ -104,10 +104,7 @@ def parts_of(sizes, make):
 
 
 def test_rows_of_the_parts_of_a_function():
-    """One tensor in all parts was not split; new tensors whose sizes add up to the batch have its rows.
-
-    Examples: one table of five rows in all parts, a copy of the table in each part, and a triangle made for each part.
-    """
+    """One tensor in all parts was not split; new tensors whose sizes add up to the batch have its rows."""
     whole = {"args": (torch.zeros(4, 4), TABLE)}
     assert rows_of_parts(parts_of([1, 2, 1], lambda size: TABLE), whole) == [1, 2, 1]
     assert rows_of_parts(parts_of([1, 2, 1], lambda size: TABLE.clone()), whole) == [1, 2, 1]

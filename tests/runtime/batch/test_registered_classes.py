@@ -27,7 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 def test_registered_classes_are_cut():
-    """Those of the document, and classes written as for JAX."""
     batch = (
         TransformerOutput(rows(5, 3), rows(5, 2, 2), loss=0.5),
         FlexibleOutput(rows(5)),

@@ -108,7 +108,6 @@ def run_rank(options, rank, size, store, started):
 
 
 def attempt(options, size, number, seconds, victim):
-    """Train in processes of which one is killed; return whether all came to the end before."""
     store = options.folder / f"store-{number}"
     reader, writer = os.pipe()
     ranks = {}

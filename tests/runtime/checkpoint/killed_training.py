@@ -128,10 +128,7 @@ _FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shuti
 
 
 def die_at(folder: pathlib.Path, number: int) -> Callable[[object], bool]:
-    """Kill this process at the n-th time that it opens, makes, renames or removes something in the folder.
-
-    Returns a function that counts one more thing that is done to a path, and says whether this was the n-th.
-    """
+    """Kill this process at the n-th change of the folder; returns what counts a change and tells if it is the n-th."""
     count = [number]
 
     def happens(path: object) -> bool:

@@ -53,7 +53,6 @@ class Training:
         return data
 
     def state(self):
-        """All tensors, of this process, by name."""
         found = dict(self.model.state_dict(keep_vars=True))
         for name, parameter in self.model.named_parameters():
             found[f"{name}.grad"] = parameter.grad

@@ -48,7 +48,7 @@ def same_end(folder, expected):
 @pytest.mark.parametrize("at", cases(["time", "file"], quick=["file"]))
 @pytest.mark.parametrize("kind", ["adam", "scaled", "disk"])
 def test_kills_change_no_bit(tmp_path, uninterrupted, kind, at):
-    """Dropout, Adam, a scheduler, accumulation; bfloat16 with masters and a scaler; a state on a disk; 1 to 3 devices."""
+    """Dropout, Adam, a scheduler, accumulation; bfloat16, masters, a scaler; a state on a disk; 1 to 3 devices."""
     expected = uninterrupted("half" if kind == "disk" else kind, 3 * KILLS)
     options = ["--kind", kind, "--at", at, "--devices", "1,2,3", "--steps", 3 * KILLS, "--pace", expected[2]]
     printed = training(tmp_path, *options, "--kills", KILLS, "--seed", 5)

@@ -48,7 +48,6 @@ def test_every_command_has_help_that_fits_a_terminal(name, monkeypatch, capsys):
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, words, capsys):
-    """No stack trace, and nothing on standard output."""
     assert main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -60,7 +60,6 @@ def counted(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, counted, columns):
-    """80 columns hold all of it, and 120 are used."""
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["demo", "--steps", "1"]) == 0
     widths = [len(line) for line in capsys.readouterr().out.splitlines()]
@@ -81,7 +80,6 @@ def test_json_holds_what_the_tables_show(capsys, counted):
 
 
 def test_losses_that_differ_end_the_demo_with_1(capsys, monkeypatch, counted):
-    """The verdict says so, and NaN counts as a difference."""
     monkeypatch.setattr(demo, "_timed", lambda step, *batch: (step(*batch) and float("nan"), 0.001))
     assert main(["demo", "--steps", "1"]) == 1
     assert "THE LOSSES DIFFER." in capsys.readouterr().out

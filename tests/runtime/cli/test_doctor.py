@@ -20,7 +20,6 @@ TRIED = NEWEST_TRIED["transformers"]
 
 
 def test_every_line_says_how_it_is(capsys, monkeypatch):
-    """ok or warning, what was looked at, what was found; 0 at the end."""
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -53,7 +52,6 @@ def test_a_failure_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
 
 
 def test_rates_are_written_for_plans(tmp_path, capsys, monkeypatch):
-    """What the machine has, its disk among it, and what a layer costs its host."""
     here = Hardware(("virtual:0",), "cpu", 1e9, 2e9, None, 10**9, 3e9, {"flops": "measured"})
     monkeypatch.setattr(doctor, "examine", lambda disk: [])
     monkeypatch.setattr(doctor, "describe_hardware", lambda: here)
@@ -69,7 +67,6 @@ def test_rates_are_written_for_plans(tmp_path, capsys, monkeypatch):
 
 
 def test_a_pipeline_that_does_not_train_like_plain_torch_fails(monkeypatch):
-    """Two steps of AdamW: losses and parameters but for rounding; NaN included."""
     assert train_difference("virtual:2") < 1e-6
     for difference in (0.5, math.nan):
         monkeypatch.setattr(doctor, "train_difference", lambda devices, found=difference: found)

@@ -87,7 +87,6 @@ def test_adapters_name_the_file_and_are_found_with_it(here):
 
 
 def test_a_plan_counts_the_weights_of_the_file(here, capsys):
-    """They are not read."""
     path = write(here / "m.gguf")
     assert main(["plan", "m.gguf", "--devices", "virtual:1", "--length", "16", "--batch", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -36,7 +36,6 @@ def short(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A file with a small configuration, of float32."""
     path = tmp_path_factory.mktemp("small")
     config = make_config("llama")
     config.dtype = "float32"
@@ -46,14 +45,11 @@ def small(tmp_path_factory):
 
 @pytest.fixture
 def host(monkeypatch):
-    """Sets the memory of the host."""
     return lambda free: monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: free)
 
 
 @pytest.fixture
 def shown(capsys):
-    """The text of a plan with its exit status."""
-
     def plan(*request, status=0):
         assert run(["plan", *request]) == status
         return capsys.readouterr().out
@@ -63,8 +59,6 @@ def shown(capsys):
 
 @pytest.fixture
 def found(capsys):
-    """The JSON of a plan, whether it fits or not."""
-
     def plan(*request):
         run(["plan", *request, "--json"])
         return json.loads(capsys.readouterr().out)
@@ -73,7 +67,6 @@ def found(capsys):
 
 
 def test_a_plan_says_what_is_needed_and_whether_it_fits(folder, shown, host):
-    """Layers, stages, both memories, tokens, time and the verdict, in 80 columns, on stdout alone."""
     host(10**12)
     request = [folder, *CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048"]
     short, out = shown(*request), shown(*request, "--details")
@@ -106,7 +99,6 @@ def test_a_size_of_memory_is_that_of_one_gpu(folder, shown, found, host):
 
 
 def test_several_devices_share_the_head(small, found):
-    """As many as are given."""
     request = [small, *CARDS[:-1], "1", "--memory", "24GiB"]
     two = found(*request, "--last-stage-copies", "2")
     assert two["plan"]["last_stage_copies"] == 2
@@ -137,7 +129,6 @@ def test_adapters_leave_little_to_upload_where_weights_stay(short, shown, found,
 
 
 def test_numbers_are_those_of_the_json(folder, found):
-    """Sizes in bytes, rates per second; the stages can be given to ModelExecutePlan; what learns is told apart."""
     plan = found(folder, *CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048")
     assert plan["parameters"] == plan["learning"] == 6_738_415_616
     assert (plan["hardware"]["memory"], plan["hardware"]["link"]) == (24 * 2**30, 25e9)
@@ -184,7 +175,6 @@ def test_what_is_assumed_is_said(folder, host, shown):
 
 
 def test_a_type_of_model_is_a_small_one(shown, found):
-    """The same that `train` trains."""
     request = ["llama", "--devices", "virtual:1", "--length", "16"]
     assert found(*request)["parameters"] < 1e6
     verdict, *others = shown(*request).splitlines()
@@ -213,7 +203,6 @@ def test_a_type_of_model_is_a_small_one(shown, found):
     ],
 )
 def test_wrong_options_are_one_line_and_2(small, capsys, options, message):
-    """On stderr, with what to type; nothing on stdout."""
     assert run(["plan", small, *options]) == 2
     shown = capsys.readouterr()
     assert message in shown.err.splitlines()[-1]
@@ -222,7 +211,6 @@ def test_wrong_options_are_one_line_and_2(small, capsys, options, message):
 
 @pytest.mark.parametrize("content", [None, "{", '{"model_type": "llama"', '{"a": 1}', "[]"])
 def test_what_is_no_model_is_one_line_and_2(tmp_path, capsys, content):
-    """Neither a folder nor a type; a file that is no JSON, and one of another library."""
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     for name in ("nothing/here", "no_such_type") if content is None else (str(tmp_path),):

@@ -15,7 +15,6 @@ NAMES = [device.name for device in parse_devices("virtual:2")]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A timeline of a real run over two devices."""
     path = tmp_path_factory.mktemp("timeline") / "run.json"
     layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
@@ -49,7 +48,6 @@ def test_it_is_drawn_in_the_width_of_the_terminal(recorded, capsys, monkeypatch,
 
 
 def test_totals_are_those_of_the_records(tmp_path, capsys):
-    """Written by hand: 3 s of 4 computed; the stage with most of it comes first."""
     timeline = Timeline()
     timeline.records = [
         Record(0, 0, "a", "forward", 0.0, 1.0, 0),
@@ -66,7 +64,6 @@ def test_totals_are_those_of_the_records(tmp_path, capsys):
 
 
 def test_files_that_are_no_timeline_are_one_line_and_2(tmp_path, capsys):
-    """Empty, damaged, foreign, missing, a folder; nothing on stdout."""
     contents = {"empty": "", "damaged": '{"traceEvents"', "foreign": "[]", "trace": '{"traceEvents": [{}]}'}
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
@@ -108,7 +105,6 @@ def test_timelines_of_ranks_are_one(tmp_path, capsys):
 
 
 def test_a_saved_timeline_has_its_time_of_day(tmp_path):
-    """That of its first record."""
     now = time.time()
     with Timeline() as timeline:
         start = time.perf_counter() - 10

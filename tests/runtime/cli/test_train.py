@@ -35,7 +35,6 @@ FEW = ["--length", "16", "--batch", "4", "--microbatches", "2", "--steps", "3", 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty folder with texts and a configuration, in which commands run."""
     monkeypatch.chdir(tmp_path)
     tiny.text_folder(tmp_path / "texts")
     tiny.config_folder(tmp_path / "conf")
@@ -47,7 +46,6 @@ def digest(folder):
 
 
 def test_a_configuration_becomes_a_model_that_transformers_loads(here, capsys):
-    """It says what it does, line by line, and nothing on stderr; the folder generates."""
     arguments = ["train", "--model", "conf", "--text", "texts", "-o", "out", *FEW, "--lr", "1e-2"]
     assert main([*arguments, "--metrics", "m.jsonl", "--timeline", "t.json"]) == 0
     shown = capsys.readouterr()
@@ -146,7 +144,6 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_was_written(here, capsys
 
 
 def test_an_id_of_the_hub_is_downloaded(here, monkeypatch):
-    """`plan` wants the configuration alone, `train` the weights, too."""
     import huggingface_hub
 
     asked = []
@@ -236,7 +233,6 @@ if not torch.accelerator.is_available():
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_and_status_2(here, name, capsys):
-    """It names what was given; nothing is written."""
     more, words = MISTAKES[name]
     for file, content in (("void.txt", ""), ("short.txt", "short"), ("paper.pdf", "")):
         (here / file).write_text(content)
@@ -252,7 +248,6 @@ def test_a_mistake_is_one_line_and_status_2(here, name, capsys):
 
 
 def test_options_may_come_from_a_file(here, capsys):
-    """What is typed counts more; `--print-config` writes the file, which gives the same training."""
     (here / "run.yaml").write_text(
         "model: conf\ntext: [texts]\noutput: out\nlength: 16\nbatch: 4\nmicrobatches: 2\nsteps: 9\nlr: 1e-3\n"
         "devices: virtual:1\ncheck: false\neval_share: 0\nwarmup: null\n"
@@ -306,7 +301,6 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_mistake_in_a_file_of_options_is_one_line(here, name, capsys):
-    """It names the file or the option."""
     content, words = CONFIGS[name]
     (here / "run.yaml").write_text(content)
     assert main(["train", "conf", "texts", "-o", "out", "--config", "run.yaml"]) == 2
@@ -316,7 +310,6 @@ def test_a_mistake_in_a_file_of_options_is_one_line(here, name, capsys):
 
 
 def chats(folder, count=12):
-    """A model with a chat template, and conversations of ShareGPT."""
     tiny.weights_folder(folder / "model", tokenizer=False)
     tiny.chat_tokenizer().save_pretrained(folder / "model")
     rows = [
@@ -355,7 +348,6 @@ CHAT_MISTAKES = {
 
 @pytest.mark.parametrize("name", CHAT_MISTAKES)
 def test_a_mistake_with_conversations_is_one_line(here, name, capsys):
-    """What was found, and what to type."""
     more, words = CHAT_MISTAKES[name]
     chats(here)
     capsys.readouterr()
@@ -405,7 +397,6 @@ def test_adapters_trained_on_conversations_are_exported_in_one_line(here, capsys
 
 
 def test_what_is_logged_goes_where_it_is_reported_to(here, monkeypatch):
-    """The Trainer's own integrations, by name."""
     from transformers.integrations import integration_utils
 
     logged = []
@@ -430,7 +421,6 @@ def test_the_memory_of_a_virtual_device_can_be_limited(here, capsys):
 
 
 def start(*arguments, folder, **options):
-    """The command in a process of its own."""
     words = ["-m", "roundpipe_runtime", *arguments]
     return fresh_process.start(*words, cwd=folder, imported=fresh_process.TRAINER, **options)
 
@@ -441,7 +431,6 @@ LONG += ["--lr", "1e-2", "--no-check"]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Metrics and weights of a run that nobody stopped."""
     folder = tmp_path_factory.mktemp("whole")
     tiny.text_folder(folder / "texts")
     tiny.config_folder(folder / "conf")
@@ -451,7 +440,6 @@ def whole(tmp_path_factory):
 
 
 def stop(words, number, step, here):
-    """Start a run and send a signal behind a step: its exit status and what it shows."""
     metrics = here / "parts.jsonl"
     with start(*words, "--devices", "virtual:1", folder=here) as process:
         process.wait_for(lambda: metrics.exists() and metrics.read_text().count('"loss"') >= step)

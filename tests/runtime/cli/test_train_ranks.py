@@ -52,7 +52,6 @@ def test_two_processes_have_the_bits_of_one(ranks):
 
 
 def test_there_is_one_log(ranks):
-    """Of rank 0; each rank has a timeline of its own."""
     found, folder = ranks
     for name in ("half", "goes on"):
         assert [rank[name]["status"] for rank in found] == [0, 0]
@@ -82,7 +81,6 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_of_one_rank(ranks, name):
-    """Whether all ranks see it or one of them."""
     found = [rank[name] for rank in ranks[0]]
     assert [one["status"] for one in found] == [2, 2]
     shown = "".join(one["err"] for one in found)

@@ -33,7 +33,6 @@ class BadRowError(Exception):
 
 
 def run(*arguments: str) -> dict[str, Any]:
-    """Run a command; return its exit status, and what this rank shows."""
     out, err = io.StringIO(), io.StringIO()
     dist.barrier()
     begin = time.monotonic()
@@ -66,7 +65,6 @@ def bad_layer(rank: int, call: int, notes: list[float]) -> Iterator[None]:
 
 
 def in_ranks(folder: str) -> dict[str, Any]:
-    """All commands, in one start of the processes."""
     torch.set_num_threads(1)
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -94,7 +92,6 @@ def in_ranks(folder: str) -> dict[str, Any]:
 
 
 def work(folder: str, kills: list[str]) -> None:
-    """One rank, in one start."""
     torch.set_num_threads(1)
     os.chdir(folder)
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

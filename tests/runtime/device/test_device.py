@@ -115,7 +115,6 @@ def test_a_copy_in_pieces_is_a_copy(source, nbytes):
 
 @pytest.mark.parametrize(("free", "reserved", "expected"), [(80, 0, 80), (30, 50, 80), (30, 10, 40), (80, 20, 80)])
 def test_memory_is_what_other_processes_leave(monkeypatch, free, reserved, expected):
-    """Of 80 GB: all, all of it with what this process has, the half, and never more than there is."""
     backend = types.SimpleNamespace()
     backend.get_memory_info, backend.memory_reserved = lambda device: (free, 80), lambda device: reserved
     monkeypatch.setattr(accelerator, "torch", types.SimpleNamespace(accelerator=backend))

@@ -103,7 +103,6 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 
 def raised_by(function: Callable[[], Any]) -> list[str]:
-    """The class and the text of what a function raises, notes included."""
     try:
         function()
     except Exception as error:
@@ -160,7 +159,6 @@ def infinity_in_one_shard(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
 
 
 def refused(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
-    """What ranks refuse before anything changes."""
     found: dict[str, Any] = {}
     makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         "Muon": lambda targets: torch.optim.Muon([t for t in targets if t.dim() == 2], lr=1e-3),

@@ -21,7 +21,6 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks(function: str, size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
-    """Call a function in several processes and return its results, which JSON can hold, in the order of ranks."""
     from tests import fresh_process
 
     with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,6 @@ class Hears(nn.Module):
 
 
 def pipelines(wrap):
-    """A model, its pipeline of two groups, and a call of it."""
     torch.manual_seed(0)
     model = nn.Sequential(Hears(), nn.Linear(4, 4))
     pipeline = wrap(model, replicas=2)
@@ -145,7 +144,6 @@ class Whole:
 
 
 def call(engine, model, kind, fault, seconds):
-    """One call of a rank, with or without a fault."""
     for number, layer in enumerate(model):
         layer.seconds = seconds
         is_here = fault in (f"layer {number}", "gone" if number == 1 else "", "recompute" if number == 0 else "")
@@ -190,7 +188,6 @@ def rows():
 
 
 def fails(kind, fault):
-    """Whether a fault is met in a call."""
     met = {
         "step": {"step"},
         "whole": {"layer 0", "layer 2", "recompute", "gone", "argument", "loss", "state"},

@@ -269,7 +269,6 @@ def test_ranks_send_shards_once_per_step(size):
 
 @contextlib.contextmanager
 def sleeping():
-    """A process that sleeps, and how the kernel names it."""
     with subprocess.Popen(["sleep", "60"]) as child:
         started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
         yield child, Process(Process.here().machine, child.pid, started)
@@ -324,13 +323,11 @@ def wait_for(condition):
 
 
 def parts_of(batches, replicas, size):
-    """What each rank gets of each batch."""
     samplers = [ReplicaBatchSampler(batches, replicas=replicas, rank=rank, size=size) for rank in range(size)]
     return list(zip(*samplers, strict=True))
 
 
 def groups(batch, replicas):
-    """The groups of a batch, as torch splits."""
     return [part.tolist() for part in torch.tensor(batch, dtype=torch.long).tensor_split(replicas)]
 
 

@@ -25,7 +25,6 @@ NAMES = {2: list(CASES), 3: list(CASES) if STEPS >= 50 else OF_THREE}
 
 @pytest.fixture(scope="module", params=cases([2, 3], quick=[3]))
 def world(request):
-    """What the ranks of a world found, in one start."""
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     return run_ranks(

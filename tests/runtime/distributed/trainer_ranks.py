@@ -83,7 +83,6 @@ class BadRows(Rows):
 
 
 def bad_rows(kind: Any, folder: Path) -> dict[str, Any]:
-    """What is raised where a loader fails in one process, in training and in evaluation, and after how many seconds."""
     found = {}
     for name in ("train", "eval"):
         args = TrainingArguments(
@@ -170,7 +169,6 @@ class FailsOnOneRank(ComparesRows):
 
 
 def own_losses(folder: str) -> dict[str, Any]:
-    """Losses and norms of three steps of both Trainers, and how far the weights are apart; and what is refused."""
     from roundpipe_runtime import RoundPipeTrainer
 
     warnings.simplefilter("ignore")

@@ -23,8 +23,6 @@ VOCABULARY, LENGTH = 96, 6
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training."""
-
     model: Callable[[], nn.Module]
     rows: int = 7
     groups: Callable[[int], int] = lambda size: size
@@ -38,8 +36,6 @@ class Case:
 
 
 def model(name: str, **changes: Any) -> Callable[[], nn.Module]:
-    """A function that makes a small model of transformers."""
-
     def made() -> nn.Module:
         torch.manual_seed(0)
         return _transformers_model(name, **changes)
@@ -67,7 +63,6 @@ def _transformers_model(name: str, **changes: Any) -> nn.Module:
 
 
 def lora() -> nn.Module:
-    """A Llama with adapters; nothing else of it is trained."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -175,7 +170,6 @@ def _backward_by_the_caller(pipeline, rows, case, config, mesh):  # type: ignore
 
 
 def digest(result: dict[str, Any]) -> str:
-    """A digest of every bit of a training."""
     found = hashlib.sha256(repr((result["losses"], result["norms"])).encode())
     for name, value in sorted(result["weights"].items()):
         found.update(name.encode())

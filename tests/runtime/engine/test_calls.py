@@ -108,8 +108,6 @@ def factor():
 
 
 class Reads(nn.Linear):
-    """Reads the switch itself."""
-
     def forward(self, x):
         return super().forward(x) * getattr(STATE, "scale", 1.0)
 

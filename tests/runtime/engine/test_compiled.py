@@ -27,15 +27,12 @@ MEAN = {"loss_reduction": "mean"}
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Nothing that another test has compiled."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 class Counted:
-    """A backend that runs the graphs as they are, and keeps them."""
-
     def __init__(self):
         self.graphs = []
 
@@ -74,7 +71,6 @@ def data(rows=7):
 
 
 def learnt(model, compile, config=None, steps=2, devices="virtual:2"):
-    """Losses, and the gradients of the last step; buffers, too."""
     model, losses, (x, y) = copy.deepcopy(model), [], data()
     config = config or RoundPipeRunConfig(num_microbatch=3, **MEAN)
     with closing(RoundPipe(model, devices=devices, compile=compile, name="compiled")) as pipe:

@@ -73,7 +73,6 @@ def states(model):
 
 @pytest.fixture(autouse=True)
 def found_states():
-    """The generators of the process, as this test found them."""
     before = np.random.get_state(), random.getstate(), torch.get_rng_state()
     np.random.seed(7), random.seed(7), torch.manual_seed(7)
     yield

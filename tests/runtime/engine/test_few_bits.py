@@ -21,7 +21,6 @@ def devices(request):
 
 
 def everything(model):
-    """Copies of all tensors that a model holds in any way, by where they are."""
     found = []
     for module in model.modules():
         held = [value for name, value in vars(module).items() if name not in ("_parameters", "_modules")]

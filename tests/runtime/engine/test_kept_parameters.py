@@ -63,7 +63,6 @@ def run(pipe):
 
 
 def train(make, devices, keep, *, mode=False, fused=False, accumulate=1, dtype=None, steps=4):
-    """Values after some steps."""
     torch.manual_seed(3)
     model = make()
     config = RoundPipeRunConfig(keep_parameters=keep, loss_reduction="mean", num_microbatch=3)
@@ -127,7 +126,6 @@ def test_no_plan_and_no_limit_changes_a_gradient(keep, forward, backward, fused,
 
 
 def wide(number=12, width=64):
-    """Layers of one size, of which the last one trains."""
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Linear(width, width) for _ in range(number)])
     for layer in layers[:-1]:
@@ -141,7 +139,6 @@ def wide_loss(pipe):
 
 
 def run_wide(pipe):
-    """Bytes that one run uploads and those that it does not."""
     before = pipe.parameter_traffic
     wide_loss(pipe)
     after = pipe.parameter_traffic

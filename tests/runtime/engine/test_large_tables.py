@@ -19,7 +19,6 @@ LABELS = torch.ones(7, 30, 2)
 
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch):
-    """The tables of these tests count as large."""
     monkeypatch.setattr(layer_contents, "LARGE", ROWS * WIDTH * 4)
 
 
@@ -37,7 +36,6 @@ def ids():
 
 
 def once(made, large_tables="auto", calls=1):
-    """Loss, gradients, weights, and uploaded bytes."""
     made = copy.deepcopy(made)
     pipe = RoundPipe(made, devices="virtual:2:check", large_tables=large_tables)
     for _ in range(calls):

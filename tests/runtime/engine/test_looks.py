@@ -23,7 +23,6 @@ def train(model, config=None):
 
 
 def go_back(model, classic, config=None):
-    """Train once, by one of the two ways."""
     if classic:
         model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2)).sum().backward()
     else:

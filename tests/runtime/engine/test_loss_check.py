@@ -172,8 +172,6 @@ def test_by_default_a_loss_is_that_of_the_plain_layers(name, rows):
 
 
 class Labelled(nn.Module):
-    """Its last layer returns the loss."""
-
     def __init__(self, reduction):
         super().__init__()
         self.inner, self.reduction = nn.Linear(8, 5), reduction

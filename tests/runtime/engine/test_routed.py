@@ -108,12 +108,10 @@ KINDS = [ByRow, Gathered, Grouped, Listed, Keyed, Named]
 
 @pytest.fixture(autouse=True)
 def small_experts_count(monkeypatch):
-    """Experts of tests are small."""
     monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
 
 
 def rows_to(*experts, rows=6, seed=1):
-    """Inputs of layers whose gates route to these experts."""
     torch.manual_seed(seed)
     x = torch.rand(rows, WIDTH) / 2
     x[:, :2] = torch.tensor([[float(experts[(row + k) % len(experts)]) for k in range(2)] for row in range(rows)])

@@ -176,8 +176,6 @@ def experts():
 
 
 class Counts(nn.Module):
-    """Counts its calls in a buffer, and computes with the count."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
@@ -234,8 +232,6 @@ class Backward(torch.autograd.Function):
 
 
 def looks_up(made):
-    """A table that is looked up by the signs of the inputs."""
-
     def forward(self, x):
         return self.made((x > 0).long().flatten(0, 1)).reshape(*x.shape[:2], -1)[..., :8]
 
@@ -328,7 +324,6 @@ def clamped(way):
 
 
 def masked_mean(y, label):
-    """A mean over labels, whose number is known for the whole batch only."""
     return WeightedLoss(F.mse_loss(y, label, reduction="none")[label > -0.5].sum(), int((label > -0.5).sum()))
 
 

@@ -135,7 +135,6 @@ def test_device_count_and_plan_change_no_bit(four, case, dropout, norm, dtype):
 
 
 def two_runs(model, four, case, inputs, labels):
-    """Losses, gradients and buffers."""
     torch.manual_seed(0)
     pipe = wrapped(model, four, case, loss_reduction="mean")
     losses = [pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss) for _ in range(2)]
@@ -297,7 +296,6 @@ class Second(nn.Module):
 
 
 def sizes_of(rows):
-    """Sizes of one or more that add up to the rows."""
     stops = st.sets(st.integers(1, max(rows - 1, 1)), max_size=3 if rows > 1 else 0).map(sorted)
     return stops.map(lambda at: [stop - start for start, stop in itertools.pairwise([0, *at, rows])])
 
@@ -352,7 +350,6 @@ def chains(draw):
 
 
 def plain(first, second, x, table, label, case):
-    """The loss and the gradients of the whole batch at once."""
     out = first(x, table)
     loss = LOSSES[case["loss"]][0](second(out["hidden"], **extras(case, x, table, out)), label)
     if isinstance(loss, WeightedLoss):

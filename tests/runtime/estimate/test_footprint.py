@@ -130,10 +130,7 @@ def test_products_in_groups_have_the_shapes_of_the_cpu(dtype):
 
 
 def test_a_mask_that_learns_has_a_gradient_and_masks_on_meta_hide_nothing():
-    """As biases of positions do: the kernel that takes no scores gives none.
-
-    Models ask whether all of a mask is true; and nothing else is answered.
-    """
+    """As biases of positions do; models ask whether all of a mask is true, and nothing else is answered."""
     q, bias = (torch.empty(shape, device="meta") for shape in ((1, 2, 8, 4), (1, 2, 8, 8)))
     bias.requires_grad_()
     with device_kernels():
@@ -202,10 +199,7 @@ def test_results_are_those_of_torch(turns):
 
 
 def test_results_share_no_memory_unless_those_of_torch_do():
-    """A result that is known is another tensor each time, with its place in the graph; a view is a view.
-
-    Numbers on the host are not taken for sizes. A product of shapes that are known is not computed again.
-    """
+    """A result that is known is another tensor each time; numbers on the host are not taken for sizes."""
     weight = torch.empty(4, 4, device="meta", requires_grad=True)
     with device_kernels():
         first, second = ROWS + 1, ROWS + 1
@@ -232,7 +226,6 @@ def layers_of(*widths, device="meta", dtype=torch.float32):
 
 
 def test_sizes_of_linear_layers_are_those_of_arithmetic():
-    """Parameters, boundary tensors, operations: written out."""
     first, second = measure_layers(layers_of(10, 20, 5), (torch.empty(4, 10, device="meta"),))
     assert (first.param_bytes, first.grad_bytes) == (4 * (10 * 20 + 20), 4 * (10 * 20 + 20))
     assert (first.inputs, first.outputs, second.inputs, second.outputs) == (160, 320, 320, 80)
@@ -243,7 +236,6 @@ def test_sizes_of_linear_layers_are_those_of_arithmetic():
 
 
 def test_meta_and_real_layers_measure_the_same():
-    """A layer without memory takes what the real one takes."""
     real = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
     planned = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, device="meta") for _ in range(2)]
     on_cpu = measure_layers(real, (torch.ones(3, 8, 16),), kind="cpu")
@@ -252,10 +244,7 @@ def test_meta_and_real_layers_measure_the_same():
 
 
 def test_parameters_that_learn_and_are_reached_have_sums_of_gradients():
-    """The layer before the one that learns gets no gradient at all; what a layer does not use is copied there only.
-
-    Sums are in the dtype of the optimizer: weights of two bytes, sums of four. The model is left without gradients.
-    """
+    """In the dtype of the optimizer. The layer before the one that learns gets none; what is unused is copied only."""
     frozen, learning = layers_of(8, 8, 8)
     frozen.requires_grad_(False)
     first, second = measure_layers([frozen, learning], (torch.empty(2, 8, device="meta"),))

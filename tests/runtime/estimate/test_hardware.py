@@ -13,10 +13,7 @@ from roundpipe_runtime.estimate.hardware import describe_hardware, host_memory_a
 
 
 def test_virtual_devices_are_measured_and_share_the_cores(monkeypatch):
-    """They are here: nothing is assumed, and the memory has no limit.
-
-    Four devices with two threads each compute at half the rate on four cores.
-    """
+    """Nothing is assumed, memory has no limit. Four devices of two threads compute at half the rate on four cores."""
     found = describe_hardware("virtual:3")
     assert found.names == ("virtual:0", "virtual:1", "virtual:2")
     assert found.is_virtual

@@ -72,7 +72,6 @@ def fused_plan(count: int, style: str) -> ModelExecutePlan:
 )
 @pytest.mark.parametrize("stays", [True, False])
 def test_the_estimate_is_what_a_run_holds(name, dtype, optim_dtype, style, stays, no_collections):
-    """Every device of a real run peaks at 0.8 to 1.05 times the estimate."""
     rows, length, microbatches = 8, 64, 4
     config = make_config(name)
     planned = PlannedTraining(model_on_meta(config, dtype=dtype), VIRTUAL, optim_dtype=optim_dtype)
@@ -200,10 +199,7 @@ def test_the_host_holds_what_was_saved_for_the_backward():
 
 
 def test_masters_take_the_memory_of_the_optimizers_dtype():
-    """Weights of two bytes: masters, gradients and both moments of four each; or the weights become their own masters.
-
-    In the backward, gradients are those of the layers that are on their way.
-    """
+    """Masters, gradients, both moments; or weights are the masters, and gradients those of layers on their way."""
     layers = [nn.Linear(8, 8, bias=False, dtype=torch.bfloat16, device="meta") for _ in range(6)]
     frozen = nn.Parameter(torch.empty(50, dtype=torch.bfloat16), requires_grad=False)
     wide = {"gradient_dtype": lambda parameter: torch.float32}
@@ -243,10 +239,7 @@ def test_an_accelerator_also_holds_what_arrives():
 
 
 def test_a_joined_loss_holds_what_is_stated():
-    """The head and its loss for all rows need more than any stage with a microbatch: 0.8 to 1.05 times the estimate.
-
-    The host holds the input of the last layer three times: by microbatches, joined, and its gradient.
-    """
+    """The head for all rows is the peak. The host has its input by microbatches, joined, and its gradient."""
     rows, length, microbatches = 8, 64, 4
     config = make_config("llama")
     training = PlannedTraining(model_on_meta(config, dtype=torch.float32), VIRTUAL)
@@ -283,10 +276,7 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "PYTHONPATH": str(ROOT)}
 @pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="Linux counts the highest memory anew")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_host_holds_what_the_plan_states(way):
-    """48 layers of 1.25 million parameters: 12 or 14 bytes each, and within 3 % of the plan, device included.
-
-    The process is limited to the plan and 3 %, so more would end it.
-    """
+    """48 layers of 1.25 million parameters, 12 or 14 bytes each. More than the plan and 3 % would end the process."""
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "--one", "bytes", way, "60"],
         check=True,

@@ -73,7 +73,6 @@ def test_transfers_add_time_below_those_tokens_and_none_far_above():
 
 
 def test_it_fits_or_it_does_not():
-    """Devices and host, each by what they have; unknown where nobody knows."""
     unknown = report(hardware())
     assert (unknown.fits_devices, unknown.fits_host) == (None, None)
     needed = max(memory.total for memory in unknown.device_memory)
@@ -83,7 +82,6 @@ def test_it_fits_or_it_does_not():
 
 
 def test_a_layer_that_is_too_large_is_a_result_and_no_error():
-    """The runtime would refuse; the report says so, and how much a device must have."""
     found = report(hardware(memory=50_000))
     assert found.fits_devices is False
     assert "layer 0" in found.too_large

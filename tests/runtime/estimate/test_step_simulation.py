@@ -32,7 +32,6 @@ def start(used):
 
 
 def assert_predicted(run, used):
-    """Bytes of each link, and the time they take."""
     assert run.links == [(device.bytes_up, device.bytes_down) for device in used]
     assert run.time == pytest.approx(max(device.now for device in used), rel=0.02)
 
@@ -257,10 +256,7 @@ def test_bytes_are_those_of_the_parts():
 
 
 def test_a_disk_that_is_not_the_limit_changes_little():
-    """One that takes no time nothing, for each way to step.
-
-    One that works a fourth of the time of computing costs a seventh at most.
-    """
+    """One without time costs none; one of a fourth of the time of computing costs a seventh at most."""
     step, rates = planned(), {"flops": 1e7, "link": 1e6, "host_rate": 1e7}
     quick = with_disk(**rates, disk_read=1e18, disk_write=1e18)
     for is_async in (False, "exact"):

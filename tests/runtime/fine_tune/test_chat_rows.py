@@ -35,7 +35,6 @@ def skipping(condition, template=tiny.CHAT):
 
 
 def spelled(encode, conversation):
-    """Tokens as words, with * on those that count."""
     found = encode(conversation)
     names = encode._inner.convert_ids_to_tokens(found.ids)
     return " ".join(name + "*" * counts for name, counts in zip(names, found.counts, strict=True))
@@ -184,7 +183,6 @@ def test_a_message_that_is_left_out_is_refused_where_a_check_could_overlook_it(m
 
 
 def chats(*lengths):
-    """Conversations of which all but the first token count."""
     return [ChatTokens(list(range(3, 3 + size)), [False, *[True] * (size - 1)]) for size in lengths]
 
 

@@ -83,7 +83,6 @@ def test_the_input_of_an_instruction_stands_below_it_and_its_history_before():
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "list.json"])
 def test_lines_and_lists_are_read(tmp_path, name):
-    """A place names the row."""
     rows = [FORMS["Alpaca"], FORMS["ShareGPT"]]
     (tmp_path / name).write_text(json.dumps(rows) if name == "list.json" else "\n".join(map(json.dumps, rows)))
     found = list(read_conversations(find_texts([tmp_path / name])))

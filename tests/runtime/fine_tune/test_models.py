@@ -61,7 +61,6 @@ DEEP = '{"hidden_size": ' + "[" * 100_000 + "]" * 100_000 + "}"
     ],
 )
 def test_folders_that_hold_no_language_model_are_refused(tmp_path, content, words):
-    """With their name."""
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(FineTuneError) as caught:
@@ -112,7 +111,6 @@ def test_a_model_on_a_disk_has_the_weights_of_one_in_memory(tmp_path, folder_on_
 
 
 def test_on_a_disk_random_weights_are_those_of_memory_and_those_of_another_model_are_refused(tmp_path, folder_on_disk):
-    """They are drawn in memory."""
     host = f"disk:{folder_on_disk}"
     expected, found = tiny.source().load(seed=3), tiny.source().load(seed=3, host=host)
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), found.parameters(), strict=True))
@@ -127,7 +125,6 @@ def test_on_a_disk_random_weights_are_those_of_memory_and_those_of_another_model
 
 @pytest.mark.parametrize("text", ["", "x", "0", "8,", "8,0", "8,x", "8,16,", "-1", "1.5", "q_proj"])
 def test_a_word_says_rank_alpha_and_targets_and_another_one_is_refused(text):
-    """With the three ways to write it."""
     assert Lora.parse(" 8 , 4 ") == Lora(8, 4)
     assert Lora.parse("8,16,q_proj,v_proj") == Lora(8, 16, ("q_proj", "v_proj"))
     with pytest.raises(FineTuneError, match="--lora 8   --lora 8,16   --lora 8,16,q_proj,v_proj"):
@@ -154,7 +151,6 @@ def test_the_named_modules_get_adapters():
 
 
 def test_a_target_that_is_not_there_and_a_missing_peft_are_refused(monkeypatch):
-    """With the targets that are there, and the line that installs it."""
     pytest.importorskip("peft", reason="LoRA is PEFT's")
     model, find = tiny.source().load(), importlib.util.find_spec
     with pytest.raises(FineTuneError, match=r"LlamaForCausalLM has no module q_pro\. Its linear layers are down_proj"):
@@ -168,7 +164,6 @@ def test_a_target_that_is_not_there_and_a_missing_peft_are_refused(monkeypatch):
 
 
 def changed(model):
-    """As if it had learnt."""
     with torch.no_grad():
         for parameter in learning(model).values():
             parameter.add_(0.125)
@@ -227,7 +222,6 @@ def test_a_folder_that_exists_is_replaced_as_a_whole_if_asked(tmp_path, monkeypa
 
 
 def test_what_is_loaded_otherwise_is_not_kept(tmp_path, monkeypatch):
-    """A file that was damaged on its way is found before the run is over."""
     source = tiny.source()
     model = source.load()
     save = model.save_pretrained

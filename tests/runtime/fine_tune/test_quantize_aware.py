@@ -31,7 +31,6 @@ def folder(tmp_path):
 
 
 def made(folder, name):
-    """A model of the folder with layers that round."""
     lora = Lora.parse("2,8,q_proj,down_proj" if "two" in name else "4") if "adapters" in name else None
     return quantize_aware(model_source(folder).load(), name[:4], lora=lora, seed=1)
 
@@ -55,7 +54,6 @@ def rounding_layers(model):
 
 
 def whole_weight(layer):
-    """The weight of a layer with its adapter, by the formula of LoRA."""
     if layer.lora_a is None:
         return layer.weight.detach()
     return (layer.weight + layer.scaling * (layer.lora_b @ layer.lora_a)).detach()
@@ -69,7 +67,6 @@ def unpacked(packed, rows, *, four, signed):
 
 
 def stored_integers(folder):
-    """The matrices of integers in the file of a folder."""
     if (folder / "model.xml").exists():
         import openvino
 
@@ -88,7 +85,6 @@ def stored_integers(folder):
 
 
 def tokens_that_differ(model, folder, *, prompts, tokens):
-    """How many greedy tokens of the model and of the file are different, of how many."""
     starts = torch.randint(3, 40, (prompts, 5), generator=torch.Generator().manual_seed(3))
     model.eval()
     how = {"max_new_tokens": tokens, "eos_token_id": -1}  # a token that there is not
@@ -213,7 +209,6 @@ def test_tables_are_rounded_once_and_do_not_learn(folder):
     ],
 )
 def test_what_cannot_be_trained_in_integers_is_refused(folder, call, message):
-    """In one line, before a weight has changed."""
     model = model_source(folder).load()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises((ConfigError, fine_tune.FineTuneError), match=message) as refused:

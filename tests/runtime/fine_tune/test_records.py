@@ -94,7 +94,6 @@ def test_a_resume_on_a_full_disk_leaves_the_lines_of_before(tmp_path, monkeypatc
 
 
 def test_memory_that_is_taken_is_seen_and_virtual_devices_have_none_of_their_own():
-    """Within a tenth of what was taken."""
     before = process_memory()
     taken = torch.ones(2**25)
     assert process_memory() - before == pytest.approx(taken.nbytes, rel=0.1)
@@ -102,7 +101,6 @@ def test_memory_that_is_taken_is_seen_and_virtual_devices_have_none_of_their_own
 
 
 def records(count):
-    """Losses that fall by one in each step, and one evaluation at the end."""
     return [*(step(n, float(count - n)) for n in range(1, count + 1)), EvalRecord(count, 0.5, 1, 1.0)]
 
 

@@ -26,18 +26,15 @@ def training(**options):
 
 
 def saved(folder):
-    """Checkpoints by the number of their step."""
     return {int(path.name.removeprefix("checkpoint-")): str(path) for path in folder.glob("checkpoint-*")}
 
 
 def interrupts(step, number=signal.SIGINT):
-    """A function that shows records, and gets a signal in a step."""
     return lambda record: record.step == step and isinstance(record, StepRecord) and os.kill(os.getpid(), number)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The metrics of a training that nothing ends."""
     path = tmp_path_factory.mktemp("whole") / "m.jsonl"
     with training() as made:
         run(made, metrics=path)
@@ -45,7 +42,6 @@ def whole(tmp_path_factory):
 
 
 def test_all_steps_are_done_and_shown_in_order(tmp_path):
-    """The metrics are what was shown; without `every` there is no checkpoint."""
     shown = []
     with training() as made:
         outcome = run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl", show=shown.append)
@@ -63,7 +59,6 @@ def test_all_steps_are_done_and_shown_in_order(tmp_path):
     ("at_end", "keep", "steps"), [(False, None, [2, 4, 6]), (True, None, [2, 4, 6, 7]), (False, 2, [4, 6])]
 )
 def test_checkpoints_come_every_so_many_steps(tmp_path, at_end, keep, steps):
-    """And behind the last one, if that is asked for; all stay, or only the last."""
     with training(eval_every=None) as made:
         outcome = run(made, checkpoints=tmp_path, every=2, keep=keep, at_end=at_end)
     assert sorted(saved(tmp_path)) == steps
@@ -110,7 +105,6 @@ def test_the_signals_of_another_thread_are_left_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_second_signal_ends_the_process(number, status):
-    """Whatever its threads are doing."""
     program = """
 import sys, threading, time
 from roundpipe_runtime.fine_tune.job import Interruption
@@ -135,7 +129,6 @@ with Interruption() as interruption:
 
 
 def test_an_error_leaves_the_metrics_of_the_steps_before(tmp_path):
-    """Signals do what they did before again."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
 
@@ -272,7 +265,6 @@ def test_a_folder_of_checkpoints_that_cannot_be_written_is_found_before_the_firs
 
 
 def test_a_training_at_its_end_saves_its_model(tmp_path):
-    """Of an earlier run that could not."""
     with training(steps=2) as made:
         run(made, checkpoints=tmp_path, at_end=True)
     done = []

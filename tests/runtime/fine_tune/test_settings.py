@@ -29,7 +29,6 @@ def test_the_rate_rises_in_a_line_and_falls_along_its_schedule(options, expected
 
 @pytest.mark.parametrize(("steps", "warmup"), [(5, 0), (50, 5), (5000, 100)])
 def test_a_tenth_of_the_steps_is_warm_up(steps, warmup):
-    """A hundred at most."""
     found = [Settings().rate(step, steps) for step in range(steps)]
     assert found.index(max(found)) == max(warmup - 1, 0)
 
@@ -38,7 +37,6 @@ def test_a_tenth_of_the_steps_is_warm_up(steps, warmup):
     ("options", "expected"), [({}, 3), ({"epochs": 2}, 5), ({"accumulate": 3}, 1), ({"steps": 77, "epochs": 2}, 77)]
 )
 def test_steps_come_from_epochs_unless_they_are_given(options, expected):
-    """Twenty rows, eight in a batch; the last batch of the last epoch is filled."""
     assert Settings(**options).total_steps(20) == expected
 
 
@@ -57,7 +55,6 @@ def test_steps_come_from_epochs_unless_they_are_given(options, expected):
     ],
 )
 def test_what_cannot_be_is_refused(options, words):
-    """With the name of the field and what was found."""
     with pytest.raises(ConfigError, match=words):
         Settings(**options)
 

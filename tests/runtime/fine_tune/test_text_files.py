@@ -16,7 +16,6 @@ from yobx_flatten import MissingDependencyError
 
 
 def documents(paths, **options):
-    """The texts of all documents, each in one piece."""
     found, pieces = [], []
     for piece in read_texts(paths, **options):
         if piece is END:
@@ -43,7 +42,6 @@ def test_a_file_of_text_is_one_document(tmp_path):
 
 
 def test_a_long_file_comes_in_pieces_that_end_with_a_line(tmp_path, monkeypatch):
-    """So that a tokenizer never holds all of it; together they are the file."""
     monkeypatch.setattr(text_files, "_PIECE", 10)
     text = "".join(f"line {number}\n" for number in range(20)) + "a line that is longer than a piece\nthe end"
     path = write(tmp_path / "long.md", text)
@@ -72,7 +70,6 @@ def test_each_line_of_json_is_a_document(tmp_path):
     ],
 )
 def test_a_line_that_is_wrong_is_named(tmp_path, line, words):
-    """By file and number."""
     path = write(tmp_path / "bad.jsonl", f'{{"text": "good"}}\n{line}\n')
     with pytest.raises(FineTuneError) as caught:
         documents([path])
@@ -102,7 +99,6 @@ def test_folders_patterns_and_files_that_are_named_twice(tmp_path, monkeypatch):
     ],
 )
 def test_what_stands_for_no_text_is_refused(tmp_path, monkeypatch, name, words):
-    """With the name that was given."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "paper.pdf").touch()
@@ -134,8 +130,6 @@ def test_the_line_that_repairs_text_of_another_encoding_does(tmp_path, name, enc
 
 
 class TestDatasets:
-    """Folders that the library writes."""
-
     @pytest.fixture
     def datasets(self):
         found = pytest.importorskip("datasets", reason="datasets is not installed")
@@ -179,7 +173,6 @@ class TestDatasets:
 
 
 def test_without_the_library_its_folders_are_refused(tmp_path, monkeypatch):
-    """With the line that installs it."""
     for name in ("state.json", "dataset_info.json"):
         write(tmp_path / "saved" / name, json.dumps({}))
     found = find_texts([tmp_path / "saved"])
@@ -248,7 +241,6 @@ def test_the_digest_tells_texts_and_lengths_apart():
 
 @pytest.mark.parametrize(("count", "share", "words"), [(5, 0.0, "one row of 6"), (7, 0.5, "two rows of 6")])
 def test_too_little_text_is_refused(count, share, words):
-    """With the length that would do."""
     with pytest.raises(FineTuneError, match=f"has {count} tokens, which do not fill {words}.*--length 2"):
         make_blocks(torch.arange(count, dtype=torch.int32), length=6, eval_share=share)
 

@@ -42,7 +42,6 @@ def test_the_numbers_are_those_of_byt5(text):
 
 
 def test_texts_stay_apart_and_special_numbers_are_no_text():
-    """Padding, the end, and numbers beyond the bytes are left out."""
     assert [ids.tolist() for ids in ByteTokenizer().encode(["a", "", "bc"])] == [[100], [], [101, 102]]
     assert ByteTokenizer().decode([0, 100, 1, 2, 259, 1000]) == "a"
 
@@ -80,7 +79,6 @@ def test_random_weights_without_a_tokenizer_read_bytes_and_others_are_refused(tm
 
 
 def test_folders_without_a_tokenizer_are_refused(tmp_path):
-    """One that is not there, one that is empty, one that is damaged, and one that fails on a text."""
     source = tiny.source()
     with pytest.raises(FineTuneError, match="There is no folder nowhere"):
         load_tokenizer(source, "nowhere")

@@ -31,7 +31,6 @@ def copied(model):
 
 
 def trained(model, made, chosen):
-    """Records of a whole training, and the state it ends with."""
     with Training(model, made, chosen) as training:
         records = tiny.records_of(training)
     return records, copied(model)
@@ -78,7 +77,6 @@ def test_parameters_that_stay_change_no_bit():
 
 
 def test_weights_of_16_bits_learn_through_masters():
-    """A step smaller than their precision is not lost."""
     made = tiny.blocks()
     chosen = settings(lr=1e-5, warmup=0, schedule="constant", steps=4)
     model = tiny.source().load().bfloat16()
@@ -92,7 +90,6 @@ def test_weights_of_16_bits_learn_through_masters():
 
 
 def test_only_adapters_learn_and_are_restored(tmp_path):
-    """A restored LoRA goes on to the same bits."""
     pytest.importorskip("peft", reason="LoRA is PEFT's")
     made, chosen = tiny.blocks(), settings(lr=5e-2, steps=8)
     model, again = (add_lora(tiny.source().load(), Lora.parse("4")) for _ in range(2))
@@ -150,7 +147,6 @@ def test_clipping_scales_the_gradient_down():
 
 
 def test_a_loss_that_is_not_finite_ends_it_before_it_is_learnt_from(monkeypatch):
-    """With a learning rate to try."""
     model, before = tiny.source().load(), {}
     with Training(model, tiny.blocks(), settings()) as training:
 
@@ -208,8 +204,6 @@ def stopped(tmp_path_factory):
 
 
 class TestCheckpoints:
-    """What `save` writes and `restore` reads."""
-
     @pytest.mark.parametrize("stop", cases([1, 3, 5], quick=[3]))
     def test_a_restored_training_goes_on_to_the_same_bits(self, tmp_path, stop):
         """On another number of devices, with another object for everything; the evaluation is part of it."""
@@ -266,7 +260,6 @@ class TestCheckpoints:
         assert words in str(caught.value)
 
     def test_a_checkpoint_of_something_else_is_refused(self, tmp_path):
-        """`save_checkpoint` of another script wrote it."""
         with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
             save_checkpoint(tmp_path, training.pipeline, optimizer=training.optimizer, data={"step": 1})
             with pytest.raises(FineTuneError, match="start in another folder"):
@@ -309,7 +302,6 @@ def test_a_schedule_given_at_the_restore_counts(tmp_path, change, rate):
 
 
 def test_the_causal_check_costs_two_rows_of_four_tokens(monkeypatch):
-    """And leaves the model as it was, in training or not."""
     model = tiny.source().load()
     calls = []
     forward = model.forward

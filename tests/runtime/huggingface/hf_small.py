@@ -17,8 +17,6 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """A layer: ``x + tanh(W x) * scale``."""
-
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -60,7 +58,6 @@ class Toy(nn.Module):
 
 
 def toy(between: Callable[..., torch.Tensor], layers: nn.ModuleList | None = None) -> Toy:
-    """A toy with this code between two layers."""
     return type("Own", (Toy,), {"between": between, "__module__": __name__})(layers)
 
 
@@ -79,7 +76,6 @@ def known_model(name: str) -> nn.Module:
 
 
 def hf_model(name: str) -> nn.Module:
-    """A model of transformers in float64, so that a difference is a mistake."""
     model = known_model(name).double()
     is_switchable = hasattr(model, "set_experts_implementation")  # not before transformers 5
     if is_switchable and model.can_generate() and hasattr(model.config, "num_experts_per_tok"):

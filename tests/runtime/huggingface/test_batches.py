@@ -107,7 +107,6 @@ def test_pictures_within_outputs_of_their_encoder():
 
 
 def encoded(*pictures: torch.Tensor, **more) -> dict:
-    """What an encoder returns of pictures, each (patches, width), in one tensor for all of them."""
     return {"last_hidden_state": torch.stack(pictures), "pooler_output": [one[:1] for one in pictures], **more}
 
 
@@ -177,7 +176,6 @@ def objects(*counts):
 
 
 def parts(count=3, inner=None, **kwargs):
-    """The keyword arguments of each microbatch."""
     kwargs = {"pixel_values": torch.arange(4.0)[:, None], **kwargs}
     function = split_lists(Detector(), (), kwargs, inner)
     return function if function is None else function((), kwargs, count)[1]
@@ -258,7 +256,6 @@ MODELS = {make.__name__: make for make in (yolos, detr, maskformer)}
 
 
 def pictures_of(name, counts):
-    """A batch of pictures with so many objects each."""
     generator = torch.Generator().manual_seed(1)
     size = 16 if name == "yolos" else 32
     batch = {"pixel_values": torch.randn(len(counts), 3, size, size, generator=generator)}

@@ -124,8 +124,6 @@ def test_a_model_may_be_wrapped_under_autocast():
 
 
 class Normed(Toy):
-    """A toy with norms before, between and after its layers."""
-
     def __init__(self, kind):
         super().__init__()
         options = {} if kind is nn.BatchNorm1d else {"track_running_stats": True, "affine": True}
@@ -233,7 +231,6 @@ def test_models_of_pictures_train_as_by_accumulation(name):
 
 @pytest.fixture
 def model():
-    """In float64, without dropout; half of the places are masked."""
     before = np.random.get_state()
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

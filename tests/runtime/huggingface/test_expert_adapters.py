@@ -45,7 +45,6 @@ def trained(model):
 
 
 def assert_near(found, expected, rel):
-    """Tensors by name, each next to that of the plain model."""
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert (value - expected[name]).norm() <= rel * expected[name].norm() + 1e-9, name
@@ -109,7 +108,6 @@ def test_steps_and_recomputation(is_async, grain):
 
 
 def train(kind, folder, rows, steps=3, resume=None, **more):
-    """Losses, and the model, of a training with adapters on experts."""
     torch.manual_seed(0)
     model = adapted("qwen3_moe")
     arguments = TrainingArguments(

@@ -61,7 +61,6 @@ def test_a_model_with_a_layer_that_mixes_rows_runs_in_one_microbatch(call):
 
 
 def with_frequencies(model):
-    """Divide the gradient of each token by how often the token is in the batch."""
     made = nn.Embedding(40, 16, scale_grad_by_freq=True)
     made.weight = model.model.embed_tokens.weight
     model.model.embed_tokens = made

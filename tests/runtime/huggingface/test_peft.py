@@ -31,13 +31,11 @@ def lora(name: str = "llama", **options) -> "peft.LoraConfig":
 
 
 def adapted(name: str = "llama", **options):
-    """A small model with adapters, in float64."""
     torch.manual_seed(0)
     return peft.get_peft_model(hf_model(name), lora(name, **options)).double()
 
 
 def assert_the_same(pipeline, plain, batch, rel=1e-6, **options):
-    """Logits, loss (which is in float32) and gradients of a batch, of the pipeline and of the plain model."""
     expected = plain(**batch, **options, use_cache=False)
     expected.loss.backward()
     loss, found = pipeline.forward_backward(input_kwargs={**batch, **options}, return_outputs=True)

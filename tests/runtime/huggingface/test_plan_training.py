@@ -97,7 +97,6 @@ def test_the_remedy_is_what_fits():
 
 
 def test_a_remedy_that_does_not_exist_is_said_to_be_none_and_one_of_unknown_memory_is_an_error():
-    """One row of 64 tokens in a microbatch is as small as it gets."""
     tiny = Hardware(("cuda:0",), "cuda", 150e12, 25e9, 600_000, None, 20e9, {})
     training = PlannedTraining(model_on_meta(make_config("llama")), tiny)
     for size, what in (((1, 64, 1), "--microbatches 1"), ((8, 2048, 2), "--microbatches 8 --length 64")):

@@ -162,7 +162,6 @@ def test_a_model_that_cannot_be_cut_warns_and_runs_whole():
 
 
 def microbatches(pipeline):
-    """How many a batch of eight rows is split into."""
     with Timeline() as timeline, torch.no_grad():
         pipeline(tokens(8))
     return len({record.microbatch for record in timeline.records if record.kind == "forward"})

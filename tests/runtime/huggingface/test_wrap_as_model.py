@@ -186,8 +186,6 @@ def test_a_forward_that_was_replaced_is_named():
 
 
 class WithValues(nn.Module):
-    """A causal language model that also returns a value for each token."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

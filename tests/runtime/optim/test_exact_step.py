@@ -27,7 +27,6 @@ def adamw(params):
 
 
 def matrices_apart(params):
-    """Two optimizers, both with parameters of the same layers."""
     found = list(params)
     matrices = [p for p in found if p.ndim == 2]
     return torch.optim.Muon(matrices, lr=0.01), torch.optim.SGD([p for p in found if p.ndim != 2], lr=0.1)
@@ -39,8 +38,6 @@ def clipped(pipe, optimizer):
 
 
 class Trained:
-    """A small model that is trained, and everything that a training leaves behind."""
-
     def __init__(
         self, wrap, mode, make, *, dtype=None, model=None, runs=1, step=None, after=None, schedule=None, clears=True
     ):
@@ -245,7 +242,6 @@ def test_what_saves_waits_for_the_step(wrap, of):
 
 
 def in_a_step_that_waits(wrap):
-    """A training whose third step waits, at the last parameter, for the event."""
     trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1), model=small_model)
     trained.steps(2)
     trained.run()

@@ -48,7 +48,6 @@ def adam(pipe, **options):
 
 
 def numbers(pipe, *optimizers):
-    """Master weights and moments, and the weights as devices see them."""
     pipe.synchronize()
     masters = [p.detach().float().clone() for p in pipe.optim_parameters() if p.requires_grad]
     states = [

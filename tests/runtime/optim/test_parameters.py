@@ -193,7 +193,6 @@ def run(pipe):
 
 
 def rounded(steps, make, wrap, **options):
-    """The same training with gradients in float32 that are rounded by hand before each step."""
     pipe = halved(wrap, gradient_dtype=None, name="same", **options)
     optimizer = make(list(pipe.optim_parameters()))
     for _ in range(steps):

@@ -109,8 +109,6 @@ def test_the_fused_stage_is_measured(wrap):
 
 
 class _Watched(nn.Linear):
-    """Notes in which threads its kind computes."""
-
     threads: ClassVar[set[int]] = set()
 
     def forward(self, x):

@@ -129,8 +129,6 @@ def test_hooks_of_a_model_that_is_one_layer(wrap, hook, of):
 
 
 class Mixes(nn.Linear):
-    """A layer that reads other rows."""
-
     def forward(self, x):
         return super().forward(x - x.mean(0))
 
@@ -171,8 +169,6 @@ def test_parameters_that_are_replaced_between_calls(wrap, dtype):
 
 
 class Owner(nn.Module):
-    """A model with attributes of many kinds."""
-
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))])

@@ -176,7 +176,6 @@ def test_frozen_and_unused_parameters_get_no_gradient(wrap):
 
 
 def assert_trains_like_the_plain_model(wrap, model, inputs, labels, plans):
-    """Gradients of all plans have the same bits, and are those of the plain model."""
     plain, found = copy.deepcopy(model), []
     F.mse_loss(plain(inputs), labels).backward()
     for plan in plans:

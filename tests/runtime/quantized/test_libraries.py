@@ -173,7 +173,6 @@ def test_a_resumed_training_has_the_same_bits(kind, tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small Llama of safetensors that reads bytes, and text."""
     home = tmp_path_factory.mktemp("model")
     config = transformers.LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": 259, "dtype": "bfloat16"})
     torch.manual_seed(0)

@@ -84,7 +84,6 @@ def test_copies_of_the_fused_stage_are_stages_of_their_own():
     ],
 )
 def test_wrong_plans_name_the_layer(run_type, forward, backward, message):
-    """Missing, repeated, reordered; the other system accepts a fused plan without the last layers."""
     with pytest.raises(PlanError, match=re.escape(message)):
         ModelExecutePlan(forward, backward).check_valid(run_type, 4)
 

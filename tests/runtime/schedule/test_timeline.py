@@ -47,10 +47,7 @@ def test_the_drawing_has_a_row_per_device_and_the_trace_is_what_a_viewer_reads(t
 
 
 def test_every_layer_call_of_the_block_is_recorded_and_none_overlaps():
-    """Three stages, three microbatches: 7 layers forward, 4 again, 7 backward, and the loss; the next run is not.
-
-    Each device has one thread. An accelerator copies meanwhile.
-    """
+    """7 layers forward, 4 again, 7 backward, a loss. Each device has one thread, an accelerator copies meanwhile."""
     pipe = RoundPipe(small_model(), devices="virtual:2")
     inputs, labels = batch(6)
     config = RoundPipeRunConfig(num_microbatch=3, execute_plan=PLAN, loss_reduction="mean")

@@ -30,7 +30,6 @@ NAMES = [
 
 
 def prompt(rows: int = 3, length: int = 10) -> dict[str, torch.Tensor]:
-    """Tokens with padding on the left, as generation wants it."""
     ids = torch.randint(5, 100, (rows, length), generator=torch.Generator().manual_seed(7))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0

@@ -13,7 +13,6 @@ def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An entry for each time that all logits were computed."""
     found: list[int] = []
     compute = lazy_logits.LazyLogits.compute
     monkeypatch.setattr(lazy_logits.LazyLogits, "compute", lambda self: found.append(1) or compute(self))

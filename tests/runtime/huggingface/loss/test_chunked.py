@@ -54,7 +54,6 @@ class Memory(TorchDispatchMode):
 
 
 def example(rows: int = 37, vocabulary: int = 50, width: int = 8, dtype=torch.float64):
-    """Inputs of a head, its weight and bias, and labels of which some are ignored."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, width, generator=generator, dtype=dtype).requires_grad_()
     weight = torch.randn(vocabulary, width, generator=generator, dtype=dtype).requires_grad_()
@@ -235,8 +234,6 @@ def test_small_logits_are_computed_as_the_model_does():
 
 
 class Own(torch.nn.Module):
-    """A model with a head of its own, and something it does to logits before the loss."""
-
     def __init__(self, between) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -313,7 +313,6 @@ ROWS = 5
 
 
 def speech():
-    """Its loss is a sum over rows, by default."""
     dropouts = ("hidden", "attention", "feat_proj", "activation", "final")
     config = transformers.Wav2Vec2Config(
         **SIZES, vocab_size=20, conv_dim=(8, 8), conv_stride=(4, 4), conv_kernel=(8, 4), num_feat_extract_layers=2,

@@ -39,7 +39,6 @@ class WritesLosses(TrainerCallback):
 
 
 def train(folder: pathlib.Path, devices: int, steps: int) -> None:
-    """The script; at its end it writes ``FOLDER/final``."""
     torch.set_num_threads(1)
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "eval_strategy": "no"}
     trainer = make_trainer(

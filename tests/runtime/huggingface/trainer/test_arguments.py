@@ -98,7 +98,6 @@ class DeviceOptimizer(HostOptimizer):
 
 
 def test_optimizers_with_a_kernel_for_the_host_are_taken():
-    """A step of a small parameter shows it."""
     check_kernels(HostOptimizer, {"lr": 0.1, "optim_bits": 8}, has_copies=False)
     with pytest.raises(ConfigError, match=r"cannot update parameters in CPU memory.*NotImplementedError: no kernel"):
         check_kernels(DeviceOptimizer, {"lr": 0.1}, has_copies=False)

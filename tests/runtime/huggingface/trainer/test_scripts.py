@@ -24,7 +24,6 @@ MODELS = {"causal_lm": "llama", "classification": "bert", "seq2seq": "t5"}
 
 
 def save_tokenizer(folder):
-    """A token per byte, behind three special ones."""
     vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2}
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet())[:255]:
         vocabulary[letter] = len(vocabulary)

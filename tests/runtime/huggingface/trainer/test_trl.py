@@ -66,7 +66,6 @@ def rows(kind):
 
 
 def many_letters(completions, **others):
-    """A reward that differs between completions of a prompt."""
     return [float(sum(map(ord, text)) % 17) for text in completions]
 
 

@@ -20,9 +20,9 @@ class Case(NamedTuple):
     model: Callable[[], nn.Module]
     wrap: Callable[..., RoundPipe]
     batch: Callable[[int], Any]
-    call: Callable[[RoundPipe, Any], torch.Tensor]
-    loss: Callable[[nn.Module, Any], torch.Tensor]
     parts: int
+    call: Callable[[RoundPipe, Any], torch.Tensor] = lambda pipe, batch: pipe.forward_backward(input_kwargs=batch)
+    loss: Callable[[nn.Module, Any], torch.Tensor] = lambda model, part: model(**part).loss
 
     def split(self, batch: Any, place: Place) -> list[Any]:
         chunks = {name: value.to(place.torch_device).chunk(self.parts) for name, value in batch.items()}
@@ -77,33 +77,17 @@ def _wrapper(parts: int) -> Callable[..., RoundPipe]:
     return wrap
 
 
-def _loss_of_tokens(model: nn.Module, part: Any) -> torch.Tensor:
-    return model(**part).loss
-
-
 CASES = {
     "MLP": Case(
         mlp,
         _wrap_mlp,
         _rows,
+        2,
         lambda pipe, batch: pipe.forward_backward((batch["x"],), label=batch["y"], loss_fn=F.mse_loss),
         lambda model, part: F.mse_loss(model(part["x"]), part["y"]),
-        2,
     ),
-    "Llama": Case(
-        llama,
-        _wrapper(2),
-        lambda seed: dict.fromkeys(("input_ids", "labels"), tokens(seed)),
-        lambda pipe, batch: pipe.forward_backward(input_kwargs=batch),
-        _loss_of_tokens,
-        2,
-    ),
+    "Llama": Case(llama, _wrapper(2), lambda seed: dict.fromkeys(("input_ids", "labels"), tokens(seed)), 2),
     "T5": Case(
-        _t5,
-        _wrapper(1),
-        lambda seed: {"input_ids": tokens(seed, length=8), "labels": tokens(seed + 100, length=8)},
-        lambda pipe, batch: pipe.forward_backward(input_kwargs=batch),
-        _loss_of_tokens,
-        1,
+        _t5, _wrapper(1), lambda seed: {"input_ids": tokens(seed, length=8), "labels": tokens(seed + 100, length=8)}, 1
     ),
 }

@@ -69,7 +69,7 @@ def test_what_stays_on_the_device_is_what_would_be_uploaded(case, place, keep, d
 
 def test_a_forward_has_the_bits_of_the_plain_model(case, place, deterministic):
     model = case.model().eval()
-    (part,) = Case(*case[:-1], 1).split(case.batch(0), place)
+    (part,) = case._replace(parts=1).split(case.batch(0), place)
     with torch.no_grad():
         if isinstance(model, nn.Sequential):
             expected = place.moved(model)(part["x"]).cpu()

@@ -59,25 +59,28 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(place, tmp_
     assert same_bits(found, expected)
 
 
+def train_alike(place, pipe, plain, near):
+    optimizer, other = sgd(pipe, 0.5), torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], 0.5, 0.9)
+    for number in range(3):
+        (loss,) = train(pipe, optimizer, [number], case=CASES["Llama"])
+        batch = CASES["Llama"].batch(number)
+        expected = plain(**{name: one.to(place.torch_device) for name, one in batch.items()}).loss
+        expected.backward()
+        other.step()
+        other.zero_grad()
+        assert loss.item() == pytest.approx(expected.item(), rel=near)
+
+
 @pytest.mark.parametrize("keep", [0, "auto"])
 def test_adapters_train_as_peft_trains_them(place, keep):
     pytest.importorskip("peft")
     from roundpipe_runtime.fine_tune import Lora, add_lora
 
-    case = CASES["Llama"]
     plain = add_lora(llama(), Lora(4, 8)).to(place.torch_device).train()
     model = add_lora(llama(), Lora(4, 8)).train()
     frozen = {name: one.detach().clone() for name, one in model.named_parameters() if not one.requires_grad}
-    pipe = case.wrap(model, place, keep_parameters=keep)
-    optimizer, other = sgd(pipe, 0.5), torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], 0.5, 0.9)
-    for number in range(3):
-        (loss,) = train(pipe, optimizer, [number], case=case)
-        (part,) = ({name: one.to(place.torch_device) for name, one in case.batch(number).items()},)
-        expected = plain(**part).loss
-        expected.backward()
-        other.step()
-        other.zero_grad()
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    pipe = CASES["Llama"].wrap(model, place, keep_parameters=keep)
+    train_alike(place, pipe, plain, near=1e-5)
     for name, weight in model.named_parameters():
         if name in frozen:
             assert torch.equal(weight, frozen[name])
@@ -95,18 +98,10 @@ def test_adapters_of_weights_in_few_bits_train_as_without_a_pipeline(place, kind
     from roundpipe_runtime.fine_tune import Lora, add_lora
     from roundpipe_runtime.huggingface import quantize_frozen
 
-    case = CASES["Llama"]
     model = add_lora(quantize_frozen(llama(hidden_size=64, intermediate_size=128), kind), Lora(4, 8)).train()
     plain = copy.deepcopy(model).to(place.torch_device)
-    pipe = case.wrap(model, place)
-    optimizer, other = sgd(pipe, 0.5), torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], 0.5, 0.9)
-    for number in range(3):
-        (loss,) = train(pipe, optimizer, [number], case=case)
-        expected = plain(**{name: one.to(place.torch_device) for name, one in case.batch(number).items()}).loss
-        expected.backward()
-        other.step()
-        other.zero_grad()
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    pipe = CASES["Llama"].wrap(model, place)
+    train_alike(place, pipe, plain, near=1e-4)
     pipe.close()
 
 

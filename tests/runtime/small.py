@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,10 +56,10 @@ def allocated(device: Device) -> int:
     return torch.accelerator.memory_allocated(device.torch_device)
 
 
-def batch(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs ``(rows, 4)`` and labels ``(rows, 3)``."""
+def batch(rows: int, seed: int = 1, inputs: int = 4, labels: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs ``(rows, inputs)`` and labels ``(rows, labels)``."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 3, generator=generator)
+    return torch.randn(rows, inputs, generator=generator), torch.randn(rows, labels, generator=generator)
 
 
 def rows(count: int, *shape: int) -> torch.Tensor:
@@ -142,6 +144,11 @@ def trains_like(
     return relative_error(found, expected) < 1e-6 and near_gradients(pipe, plain, **near)
 
 
-def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Whether two lists of tensors are equal to the last bit."""
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same_bits(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:
+    """Whether two lists of tensors are equal to the last bit, and have `None` in the same places."""
+    pairs = zip(one, other, strict=len(one) == len(other))
+    return len(one) == len(other) and all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

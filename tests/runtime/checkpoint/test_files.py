@@ -22,6 +22,7 @@ from roundpipe_runtime.checkpoint import folder as folder_module
 from roundpipe_runtime.checkpoint.folder import MANIFEST, is_complete, next_path, verify, write_manifest
 from roundpipe_runtime.checkpoint.tensor_files import decode, encode, need_safetensors, open_tensors, write_tensors
 from roundpipe_runtime.checkpoint.training_state import config_files
+from tests.runtime.small import names
 from tests.runtime.tiny_training import same_bits
 from yobx_flatten import MissingDependencyError
 
@@ -181,10 +182,6 @@ def make(folder, count):
     for _ in range(count):
         with folder_module.appearing(next_path(folder)) as half:
             (half / "data").write_text("x")
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_files_are_on_the_disk_before_the_name_is_there(tmp_path, monkeypatch):

@@ -15,16 +15,13 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from roundpipe_runtime import GradScaler, list_checkpoints, load_checkpoint, save_checkpoint
 from roundpipe_runtime.checkpoint import training_state
 from roundpipe_runtime.errors import CheckpointError, CheckpointWarning, ConfigError, DamagedCheckpointError
 from tests import fresh_process
-from tests.runtime.small import same_bits, small_model
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+from tests.runtime.small import names, same_bits, small_model
 
 
 def weights(model):
@@ -363,17 +360,12 @@ def test_what_is_loaded_outlives_its_files(tmp_path):
 
 
 SCHEDULERS = {
-    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 20),
-    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-    "steps": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
-    "cyclic": lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
-    "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
-            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-        ],
-        [3],
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, 20),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
+    "sequence": lambda one: lr_scheduler.SequentialLR(
+        one, [lr_scheduler.LinearLR(one, 0.1, total_iters=3), lr_scheduler.ExponentialLR(one, 0.9)], [3]
     ),
 }
 
@@ -407,13 +399,13 @@ def test_a_plateau_remembers_its_best_and_a_scaler_its_scale_and_how_long_it_was
     """A plateau starts with infinity, which JSON has no word for; the next growth comes when it would have come."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
     scaler = GradScaler(init_scale=8.0, growth_interval=3)
     save_checkpoint(tmp_path, model, scheduler=plateau)
     plateau.step(2.0)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 2})
     save_checkpoint(tmp_path, model, scheduler=plateau, scaler=scaler)
-    again, other = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1), GradScaler()
+    again, other = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1), GradScaler()
     load_checkpoint(tmp_path, model, scheduler=again, scaler=other)
     assert again.best == 2.0
     assert other.state_dict() == scaler.state_dict()
@@ -424,7 +416,7 @@ def test_several_optimizers_and_schedulers(tmp_path):
     def make():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model]
-        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+        schedulers = [lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
         return model, optimizers, schedulers
 
     model, optimizers, schedulers = make()
@@ -441,7 +433,7 @@ def test_several_optimizers_and_schedulers(tmp_path):
 def test_what_was_saved_and_not_asked_for_is_a_warning(tmp_path):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
     save_checkpoint(tmp_path, model, optimizer=optimizer, scheduler=scheduler)
     with pytest.warns(CheckpointWarning, match="also contains scheduler, which is not loaded"):
         load_checkpoint(tmp_path, model, optimizer=optimizer)
@@ -469,24 +461,16 @@ def changed_by_its_author(path, name, content):
     (path / "checkpoint.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"random": {"python": [3, [1, 2, 3], None]}},
-        {"random": []},
-        {"data": 5},
-        {"data": {"$dtype": "load"}},
-        {"data": {"a": {"$tensor": "nothing"}}},
-        {"data": {"a": {"$unknown": 1}}},
-        {"optimizers": 5},
-        {"optimizers": [{}]},
-        {"model": None},
-        {"progress": {"pipelines": {}, "masters": {}, "gradients": {"0.weight": 5}, "buffers": {}}},
-        {"progress": {"pipelines": {"": {"runs": "x"}}, "masters": {}, "gradients": {}, "buffers": {}}},
-        {"progress": {"pipelines": {"": {"runs": 1, "replicas": []}}, "masters": {}, "gradients": {}, "buffers": {}}},
-    ],
-    ids=str,
-)
+CHANGES = [
+    {"random": {"python": [3, [1, 2, 3], None]}}, {"random": []}, {"data": 5}, {"data": {"$dtype": "load"}},
+    {"data": {"a": {"$tensor": "nothing"}}}, {"data": {"a": {"$unknown": 1}}}, {"optimizers": 5}, {"optimizers": [{}]},
+    {"model": None}, {"progress": {"pipelines": {}, "masters": {}, "gradients": {"0.weight": 5}, "buffers": {}}},
+    {"progress": {"pipelines": {"": {"runs": "x"}}, "masters": {}, "gradients": {}, "buffers": {}}},
+    {"progress": {"pipelines": {"": {"runs": 1, "replicas": []}}, "masters": {}, "gradients": {}, "buffers": {}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_what_its_author_changed_is_one_error_and_changes_nothing(tmp_path, change):
     model = fill(small_model(), 1.0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

@@ -14,19 +14,8 @@ import time
 import pytest
 import torch
 
-from roundpipe_runtime.device.worker import (
-    Mailbox,
-    Outcome,
-    StoppedRun,
-    Uninterrupted,
-    Worker,
-    add_note_once,
-    collect,
-    error_of,
-    is_done,
-    on_error,
-    wait_for,
-)
+from roundpipe_runtime.device import worker as module
+from roundpipe_runtime.device.worker import Mailbox, StoppedRun, Uninterrupted, Worker, add_note_once, collect, wait_for
 from tests import fresh_process
 from tests.ctrl_c import interrupt_at_line, press
 
@@ -270,7 +259,7 @@ def test_a_wait_ends_with_the_interruption_at_every_line():
         assert wait_for(future) is True
 
 
-@pytest.mark.parametrize("asked", [is_done, error_of])
+@pytest.mark.parametrize("asked", [module.is_done, module.error_of])
 def test_a_question_that_is_interrupted_leaves_no_lock(asked):
     """The other thread can end its work; `Future.done` itself keeps the lock."""
     future = concurrent.futures.Future()
@@ -296,7 +285,7 @@ def test_a_question_that_is_interrupted_leaves_no_lock(asked):
 
 def test_an_error_is_stored_or_acted_on_and_raised_by_a_wait():
     seen: list[BaseException] = []
-    with Outcome() as outcome, on_error(seen.append):
+    with module.Outcome() as outcome, module.on_error(seen.append):
         raise ZeroDivisionError("division by zero")
     assert seen == [outcome.error]
     add_note_once(outcome.error, "here")

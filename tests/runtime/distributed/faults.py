@@ -1,6 +1,7 @@
 """What ranks do when one of them fails, differs or is gone; each function returns plain values to compare."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from roundpipe_runtime import GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint
 from roundpipe_runtime.distributed.ranks import alarm
 from roundpipe_runtime.distributed.replicas.reduction import rows_of_rank
+from tests.runtime import small
+from tests.runtime.small import same_bits
 
 CONFIG = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
 ROWS = 12
@@ -45,9 +48,7 @@ def layers(count: int = 4, features: int = 8) -> nn.Sequential:
     return nn.Sequential(*(Layer(features) for _ in range(count)))
 
 
-def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 8, generator=generator)
+batch = functools.partial(small.batch, ROWS, inputs=8, labels=8)
 
 
 class Training:
@@ -96,12 +97,6 @@ class Training:
         return [None if one is None else one.to_local().clone() for one in found]  # type: ignore[attr-defined] # DTensors
 
 
-def same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(
-        a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
-
-
 def raised_by(function: Callable[[], Any]) -> list[str]:
     try:
         function()
@@ -136,12 +131,12 @@ def exception_on_one_rank(mesh: DeviceMesh, rank: int, where: str) -> dict[str, 
         dist.barrier()
         found = raised_in_time(lambda: ranks.run(2, loss_fn))
         ranks.model[1].fails = False
-        is_unchanged = same(before[0], ranks.gradients()) and same(before[1], ranks.state())
+        is_unchanged = same_bits(before[0], ranks.gradients()) and same_bits(before[1], ranks.state())
         for training in (ranks, one):
             for seed in (2, 3):
                 training.run(seed)
                 training.step()
-        return {**found, "unchanged": is_unchanged, "goes on": same(ranks.state(), one.state())}
+        return {**found, "unchanged": is_unchanged, "goes on": same_bits(ranks.state(), one.state())}
 
 
 def infinity_in_one_shard(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
@@ -155,7 +150,7 @@ def infinity_in_one_shard(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
         training.pipeline.step(lambda: (scaler.step(training.optimizer), training.optimizer.zero_grad()))
         scaler.update()
         training.pipeline.synchronize()
-        return {"skipped": same(before, list(training.model.parameters())), "scale": scaler.get_scale()}
+        return {"skipped": same_bits(before, list(training.model.parameters())), "scale": scaler.get_scale()}
 
 
 def refused(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
@@ -173,7 +168,7 @@ def refused(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
             found[name] = raised_by(lambda made=optimizer: training.pipeline.step(made.step))
         whole = torch.optim.SGD(training.model.parameters(), lr=1.0)
         found["whole parameters"] = raised_by(lambda: training.pipeline.step(whole.step))
-        found["unchanged"] = same(before, training.state())
+        found["unchanged"] = same_bits(before, training.state())
     found["another model"] = raised_by(lambda: RoundPipe(layers(features=8 + (rank == 1)), mesh=mesh))
     config = RoundPipeRunConfig(num_microbatch=1 + (rank == 1), loss_reduction="mean")
     with Training.of(mesh, rank) as training:
@@ -251,7 +246,7 @@ def steps_without_the_pipeline(mesh: DeviceMesh, rank: int) -> bool:
                 training.run(seed)
                 training.optimizer.step()
                 training.optimizer.zero_grad()
-        return same(ranks.state(), one.state())
+        return same_bits(ranks.state(), one.state())
 
 
 def in_ranks() -> dict[str, Any]:

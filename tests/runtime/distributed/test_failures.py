@@ -18,7 +18,7 @@ from roundpipe_runtime.engine.driver import Engine
 from roundpipe_runtime.engine.lifecycle import EngineOptions
 from roundpipe_runtime.errors import DistributedError, StoppedByRankError
 from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads
-from tests.runtime.small import near
+from tests.runtime.small import batch, near, same_bits
 
 MEAN = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
 
@@ -149,7 +149,7 @@ def call(engine, model, kind, fault, seconds):
         is_here = fault in (f"layer {number}", "gone" if number == 1 else "", "recompute" if number == 0 else "")
         layer.fault = fault if is_here else None
     own = slice(engine.groups.ranks.rank, None, engine.groups.ranks.size)
-    x, y = rows()[0][own], rows()[1][own]
+    x, y = (one[own] for one in batch(ROWS, 0, labels=4))
 
     def loss_fn(outputs, labels):
         if fault == "loss":
@@ -180,11 +180,6 @@ def step(engine, fault):
     if fault == "step":
         raise BadError("step")
     engine.groups.ranks.exchange(None, "step")  # as clipping does
-
-
-def rows():
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(ROWS, 4, generator=generator), torch.randn(ROWS, 4, generator=generator)
 
 
 def fails(kind, fault):
@@ -243,11 +238,7 @@ def test_no_order_of_failures_leaves_a_rank_waiting(size, calls):
                     )
                 is_over = "gone" in faulty.values() or (bool(faulty) and kind == "step")
                 if faulty:
-                    now = [p.grad for p in model.parameters()]
-                    assert all(
-                        a is b if a is None or b is None else torch.equal(a, b)
-                        for a, b in zip(now, before, strict=True)
-                    )
+                    assert same_bits([p.grad for p in model.parameters()], before)
                 if is_over:
                     return outcome
             engine.zero_grad(set_to_none=True)
@@ -260,7 +251,8 @@ def test_no_order_of_failures_leaves_a_rank_waiting(size, calls):
     before = threading.active_count()
     found = in_threads(size, run)
     plain = layers()
-    (plain(rows()[0]) - rows()[1]).square().sum().backward()
+    inputs, labels = batch(ROWS, 0, labels=4)
+    (plain(inputs) - labels).square().sum().backward()
     for gradients in found:
         if gradients and isinstance(gradients[0], torch.Tensor):
             for one, parameter in zip(gradients, plain.parameters(), strict=True):

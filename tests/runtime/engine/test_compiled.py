@@ -1,6 +1,7 @@
 """Tests of ``RoundPipe(compile=...)``: each kind of layer is compiled once, and learns the same."""
 
 import copy
+import functools
 import pickle
 import shutil
 from contextlib import closing
@@ -14,7 +15,7 @@ from roundpipe_runtime.engine.recomputed import doing_recompute, get_recompute_d
 from roundpipe_runtime.errors import ConfigError
 from tests.cases import cases
 from tests.modules import module_of
-from tests.runtime.small import all_recomputed, gradients, near, relative_error
+from tests.runtime.small import all_recomputed, batch, gradients, near, relative_error
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,9 +66,7 @@ def model_of(dropout=0.0):
     return nn.Sequential(*(Block(dropout=dropout) for _ in range(4)), Gate(), Block(dropout=dropout), Gate())
 
 
-def data(rows=7):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 8, generator=generator)
+data = functools.partial(batch, 7, inputs=8, labels=8)
 
 
 def learnt(model, compile, config=None, steps=2, devices="virtual:2"):

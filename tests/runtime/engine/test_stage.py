@@ -184,26 +184,18 @@ CASE = {
 }  # fmt: skip
 
 
+CASES = st.fixed_dictionaries({
+    "rows": st.integers(5, 13), "microbatches": st.integers(1, 7), "devices": st.integers(1, 4),
+    "fused": st.integers(1, 3), "tied": st.booleans(), "dropout": st.sampled_from([0.0, 0.3]),
+    "loss": st.sampled_from(sorted(LOSSES)), "optim_dtype": st.sampled_from([None, torch.float64, torch.bfloat16]),
+    "is_async": st.sampled_from([False, True, "exact"]), "one_thread": st.booleans(),
+})  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::roundpipe_runtime.errors.UnevenSplitWarning")
 @settings(max_examples=examples(25))
-@given(
-    case=st.fixed_dictionaries(
-        {
-            "rows": st.integers(5, 13),
-            "microbatches": st.integers(1, 7),
-            "devices": st.integers(1, 4),
-            "fused": st.integers(1, 3),
-            "tied": st.booleans(),
-            "dropout": st.sampled_from([0.0, 0.3]),
-            "loss": st.sampled_from(sorted(LOSSES)),
-            "optim_dtype": st.sampled_from([None, torch.float64, torch.bfloat16]),
-            "is_async": st.sampled_from([False, True, "exact"]),
-            "one_thread": st.booleans(),
-        }
-    ),
-    copies=st.integers(2, 4),
-)
+@given(case=CASES, copies=st.integers(2, 4))
 @example({**CASE, "tied": True, "optim_dtype": torch.float64, "is_async": "exact", "fused": 3}, 2)
 @example({**CASE, "dropout": 0.3, "loss": "pair", "is_async": True}, 3)
 @example({**CASE, "optim_dtype": torch.bfloat16, "one_thread": True}, 4)

@@ -23,19 +23,12 @@ from tests.runtime.small import batch, cut_plan, gradients, near_gradients, rela
 F = nn.functional
 TOLERANCE = 1e-6  # float32, of the norm
 
-cases = st.fixed_dictionaries(
-    {
-        "rows": st.integers(1, 17),
-        "microbatches": st.integers(1, 8),
-        "devices": st.integers(1, 4),
-        "forward": st.lists(st.integers(1, 6), max_size=4),
-        "backward": st.lists(st.integers(1, 6), max_size=4),
-        "fused": st.integers(1, 6),
-        "grain": st.sampled_from(["stage", "layer"]),
-        "tied": st.booleans(),
-        "fits": st.booleans(),
-    }
-)
+cases = st.fixed_dictionaries({
+    "rows": st.integers(1, 17), "microbatches": st.integers(1, 8), "devices": st.integers(1, 4),
+    "forward": st.lists(st.integers(1, 6), max_size=4), "backward": st.lists(st.integers(1, 6), max_size=4),
+    "fused": st.integers(1, 6), "grain": st.sampled_from(["stage", "layer"]),
+    "tied": st.booleans(), "fits": st.booleans(),
+})  # fmt: skip
 SPREAD = {"rows": 7, "microbatches": 3, "devices": 3, "forward": [1, 3], "backward": [1, 3], "fused": 2}
 SPREAD |= {"grain": "stage", "tied": False, "fits": True}
 
@@ -334,19 +327,13 @@ LOSSES = {
 def chains(draw):
     rows = draw(st.integers(1, 7))
     return {
-        "rows": rows,
-        "count": draw(st.integers(1, 4)),
-        "sizes": draw(st.none() | sizes_of(rows)),
-        "table": draw(st.none() | st.integers(1, 7)),
-        "table_as": draw(st.sampled_from(sorted(TABLES))),
-        "merge": draw(st.sampled_from([False, False, True, "by hand"])),
-        "second_count": draw(st.integers(1, 4)),
+        "rows": rows, "count": draw(st.integers(1, 4)), "sizes": draw(st.none() | sizes_of(rows)),
+        "table": draw(st.none() | st.integers(1, 7)), "table_as": draw(st.sampled_from(sorted(TABLES))),
+        "merge": draw(st.sampled_from([False, False, True, "by hand"])), "second_count": draw(st.integers(1, 4)),
         "extras": draw(st.sets(st.sampled_from(["table", "skip", "time", "constant", "number"]))),
-        "rules": draw(st.booleans()),
-        "second_sizes": draw(st.sampled_from(["none", "none", "labels", "inputs"])),
-        "label_parts": draw(sizes_of(rows)),
-        "loss": draw(st.sampled_from(sorted(LOSSES))),
-    }
+        "rules": draw(st.booleans()), "second_sizes": draw(st.sampled_from(["none", "none", "labels", "inputs"])),
+        "label_parts": draw(sizes_of(rows)), "loss": draw(st.sampled_from(sorted(LOSSES))),
+    }  # fmt: skip
 
 
 def plain(first, second, x, table, label, case):

@@ -63,11 +63,7 @@ def fused_plan(count: int, style: str) -> ModelExecutePlan:
     [
         ("llama", torch.float32, None),
         ("llama", torch.bfloat16, torch.float32),
-        ("gpt2", torch.float32, None),
-        ("mixtral", torch.float32, None),
-        ("gemma3_text", torch.float32, None),
-        ("falcon", torch.float32, None),
-        ("bart", torch.float32, None),
+        *((name, torch.float32, None) for name in ("gpt2", "mixtral", "gemma3_text", "falcon", "bart")),
     ],
 )
 @pytest.mark.parametrize("stays", [True, False])
@@ -117,15 +113,9 @@ def test_parameters_that_stay_take_the_memory_that_is_estimated(room, stays, dev
     keep = room * layers[0].weight.nbytes
     plan = ModelExecutePlan([range(3), range(3, 5)], [range(5, 6), range(3, 5), range(2, 3), range(2)])
     stages = plan.stages("fused", 6)
-    expected = device_memory(
-        stages,
-        RoundRobin(devices).assign(len(stages)),
-        measure_layers(list(layers), (x[:2],), kind="cpu"),
-        microbatches,
-        stays=stays,
-        prefetches=False,
-        room_to_keep=keep,
-    )
+    measured, places = measure_layers(list(layers), (x[:2],), kind="cpu"), RoundRobin(devices).assign(len(stages))
+    options = {"stays": stays, "prefetches": False, "room_to_keep": keep}
+    expected = device_memory(stages, places, measured, microbatches, **options)
     used = measuring(devices)
     config = RoundPipeRunConfig(
         num_microbatch=microbatches, execute_plan=plan, loss_reduction="mean", keep_parameters=keep / 1e9

@@ -12,6 +12,7 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from tests.ctrl_c import interrupt_at_line
+from tests.runtime.small import same_bits
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -57,10 +58,6 @@ def state() -> list[torch.Tensor | None]:
     return gradients + [b.clone() for b in MODEL.buffers()]
 
 
-def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> bool:
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def main(kind: str, how: str, amount: str) -> None:
     """Call for seconds while others send signals ("moments"), or interrupted before every n-th line ("lines")."""
     reset()
@@ -79,14 +76,14 @@ def main(kind: str, how: str, amount: str) -> None:
     for outcome in calls:
         interrupted += outcome == "interrupted"
         found = state()
-        wrong += not (same(found, after) if outcome == "done" else any(same(found, one) for one in allowed))
+        wrong += not (same_bits(found, after) if outcome == "done" else any(same_bits(found, one) for one in allowed))
         reset()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.cancel_dump_traceback_later()
     reset()
     call(kind)
     PIPE.close()
-    say(f"{interrupted} {wrong} {same(state(), after)}")
+    say(f"{interrupted} {wrong} {same_bits(state(), after)}")
 
 
 def at_moments(kind: str, seconds: float) -> Iterator[str]:

@@ -55,7 +55,8 @@ def small_llama(kind=transformers.LlamaForCausalLM):
     return kind(config).double()
 
 
-REMOVED = r"model\.layers\.1 \(LlamaDecoderLayer\) was removed"
+LAYER = r"model\.layers\.{} \(LlamaDecoderLayer\) was {}".format
+REMOVED = LAYER(1, "removed")
 
 
 @pytest.mark.parametrize(
@@ -64,14 +65,8 @@ REMOVED = r"model\.layers\.1 \(LlamaDecoderLayer\) was removed"
         (lambda layers, _: layers.__delitem__(1), REMOVED),
         (lambda layers, _: layers.insert(1, layers.pop(0)), r"model\.layers\.0, model\.layers\.1 were moved"),
         (lambda layers, _: layers.__setitem__(1, Skip()), REMOVED + r", model\.layers\.1 \(Skip\) was added"),
-        (
-            lambda layers, model: setattr(model.model, "layers", layers[:2]),
-            r"model\.layers\.2 \(LlamaDecoderLayer\) was removed",
-        ),
-        (
-            lambda layers, _: layers.append(copy.deepcopy(layers[0])),
-            r"model\.layers\.\d+ \(LlamaDecoderLayer\) was added",
-        ),
+        (lambda layers, model: setattr(model.model, "layers", layers[:2]), LAYER(2, "removed")),
+        (lambda layers, _: layers.append(copy.deepcopy(layers[0])), LAYER(r"\d+", "added")),
     ],
     ids=["deleted", "swapped", "replaced", "sliced", "appended"],
 )

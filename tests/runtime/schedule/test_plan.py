@@ -236,20 +236,13 @@ def test_small_models_come_close_to_the_best_there_is(times, devices):
 COSTS = st.lists(
     st.builds(
         lambda forward, ratio, size: LayerCost(forward, forward * ratio, size, size),
-        st.floats(0.01, 10),
-        st.floats(1, 4),
-        st.integers(0, 50),
+        st.floats(0.01, 10), st.floats(1, 4), st.integers(0, 50),
     ),
-    min_size=1,
-    max_size=14,
-)
+    min_size=1, max_size=14,
+)  # fmt: skip
 
 
-@given(
-    costs=st.lists(COSTS, min_size=1, max_size=3),
-    run_type=st.sampled_from(["infer", "train", "fused"]),
-    devices=st.integers(1, 4),
-)
+@given(st.lists(COSTS, min_size=1, max_size=3), st.sampled_from(["infer", "train", "fused"]), st.integers(1, 4))
 @settings(max_examples=80)
 def test_every_layer_is_run_once_in_each_direction(costs, run_type, devices):
     plans = partition(run_type, costs, min_stages=devices, bytes_per_stage=120.0)

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from roundpipe_runtime import ModelExecutePlan, Record, RoundPipe, RoundPipeRunConfig, Timeline
-from roundpipe_runtime.schedule.timeline import (
-    KINDS,
-    TimelineFileError,
-    device_totals,
-    draw_on,
-    merge_timelines,
-    stage_totals,
-)
+from roundpipe_runtime.schedule import timeline as module
+from roundpipe_runtime.schedule.timeline import TimelineFileError, device_totals, draw_on, merge_timelines, stage_totals
 from tests.runtime.small import batch, small_model
 from yobx_flatten.core.terminal.output import console
 
@@ -71,7 +65,7 @@ def test_every_layer_call_of_the_block_is_recorded_and_none_overlaps():
 
 numbers = st.integers(-1, 500)
 seconds = st.floats(0, 1e4, allow_nan=False).map(lambda value: round(value, 6))
-devices, kinds = st.sampled_from(["virtual:0", "cuda:1", "ü"]), st.sampled_from(KINDS)
+devices, kinds = st.sampled_from(["virtual:0", "cuda:1", "ü"]), st.sampled_from(module.KINDS)
 records = st.builds(Record, numbers, numbers, devices, kinds, seconds, seconds, numbers).map(
     lambda record: dataclasses.replace(record, end=record.start + record.end)
 )

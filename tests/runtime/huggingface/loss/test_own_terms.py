@@ -14,6 +14,7 @@ from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, split_
 from tests.runtime.huggingface import hf_small
 from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, tokens, worst_gradient, wrapped
 from tests.runtime.huggingface.trainer.trainer_runs import make_model
+from tests.runtime.small import same_bits
 
 CONFIG = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=100
@@ -161,8 +162,7 @@ def test_the_check_leaves_the_masks_of_layers_that_run_meanwhile_on_other_device
         found.append((float(loss), [parameter.grad for parameter in model.parameters()]))
     (one_device, expected), (three_devices, gradients) = found
     assert three_devices == one_device
-    for left, right in zip(gradients, expected, strict=True):
-        assert torch.equal(left, right)
+    assert same_bits(gradients, expected)
 
 
 @pytest.mark.parametrize("is_cut", [True, False])

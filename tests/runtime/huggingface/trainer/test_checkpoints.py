@@ -19,6 +19,7 @@ from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 from roundpipe_runtime.huggingface.trainer.pipeline_trainer import newest_whole, remove_all_but
 from tests import fresh_process
 from tests.runtime.huggingface.trainer.trainer_runs import arguments, history, make_trainer
+from tests.runtime.small import names
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +34,6 @@ def make(run, *steps, manifest=True):
         (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
         if manifest:
             write_manifest(path)
-
-
-def names(run):
-    return sorted(path.name for path in run.iterdir())
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")

@@ -136,30 +136,24 @@ def adapters():
     return {"peft_config": config, "ref_model": None}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        *(pytest.param(kind, {}, id=kind) for kind in KINDS),
-        pytest.param("SFT", {"packing": True, "max_length": 16}, id="packed texts"),
-        pytest.param("SFT", {"gradient_accumulation_steps": 2, "loss_type": "dft"}, id="accumulation"),
-        pytest.param("DPO", {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5]}, id="two losses"),
-        pytest.param("DPO", {"of_trainer": adapters}, id="adapters"),
-        pytest.param("DPO", {"precompute_ref_log_probs": True}, id="reference computed before"),
-        *(
-            # before the first step, all rows at once
-            pytest.param(kind, {"of_trainer": adapters, "precompute_ref_log_probs": True}, id=f"{kind} before")
-            for kind in ("DPO", "KTO")
-        ),
-        pytest.param(
-            "DPO",
-            {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7},
-            id="a reference that follows",
-        ),
-        pytest.param("KTO", {"loss_type": "apo_zero_unpaired"}, id="without KL"),
-        pytest.param("GRPO", {"beta": 0.1, "num_iterations": 2}, id="two iterations"),
-    ],
-)
-def test_trainers_and_options_of_trl_train_as_without_a_pipeline(kind, options, tmp_path):
+BEFORE = {"of_trainer": adapters, "precompute_ref_log_probs": True}  # before the first step, all rows at once
+FOLLOWING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7}
+OPTIONS = {kind: (kind, {}) for kind in KINDS} | {
+    "packed texts": ("SFT", {"packing": True, "max_length": 16}),
+    "accumulation": ("SFT", {"gradient_accumulation_steps": 2, "loss_type": "dft"}),
+    "two losses": ("DPO", {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5]}),
+    "adapters": ("DPO", {"of_trainer": adapters}),
+    "reference computed before": ("DPO", {"precompute_ref_log_probs": True}),
+    **{f"{kind} before": (kind, BEFORE) for kind in ("DPO", "KTO")},
+    "a reference that follows": ("DPO", FOLLOWING),
+    "without KL": ("KTO", {"loss_type": "apo_zero_unpaired"}),
+    "two iterations": ("GRPO", {"beta": 0.1, "num_iterations": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_trainers_and_options_of_trl_train_as_without_a_pipeline(name, tmp_path):
+    kind, options = OPTIONS[name]
     assert_trains_alike(kind, tmp_path, **options)
 
 

@@ -193,23 +193,15 @@ def fails(kind, fault):
 
 # Ranks that have failed try their layers once more: in the second call, when news of the first arrive.
 LATE_NEWS = ("whole", {0: "layer 2", 1: "layer 0"}, [0.0, 0.0, 0.0])
+FAULTS = st.dictionaries(st.integers(0, 2), st.sampled_from(PLACES), max_size=2)
+PAUSES = st.lists(st.sampled_from([0.0, 0.0, 0.004]), min_size=3, max_size=3)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @example(size=2, calls=[LATE_NEWS, ("one pass", {}, [0.03, 0.03, 0.0])])
 @example(size=3, calls=[LATE_NEWS, ("kept", {}, [0.03, 0.03, 0.03])])
 @example(size=2, calls=[LATE_NEWS, ("whole", {}, [0.03, 0.03, 0.0])])
-@given(
-    size=st.integers(2, 3),
-    calls=st.lists(
-        st.tuples(
-            st.sampled_from(KINDS),
-            st.dictionaries(st.integers(0, 2), st.sampled_from(PLACES), max_size=2),
-            st.lists(st.sampled_from([0.0, 0.0, 0.004]), min_size=3, max_size=3),
-        ),
-        max_size=4,
-    ),
-)
+@given(size=st.integers(2, 3), calls=st.lists(st.tuples(st.sampled_from(KINDS), FAULTS, PAUSES), max_size=4))
 def test_no_order_of_failures_leaves_a_rank_waiting(size, calls):
     def run(wire, rank):
         model = models[rank]

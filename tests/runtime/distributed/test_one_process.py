@@ -235,14 +235,9 @@ def test_ranks_that_stop_anywhere_do_not_wait_for_each_other(stops):
 def sent_in_a_step():
     """Bytes of gradients and of weights that a rank sends in its second step, and the numbers that are trained."""
     torch.manual_seed(0)
-    model = RoundPipe(
-        nn.Sequential(nn.Linear(192, 384), nn.ReLU(), nn.Linear(384, 192)).to(torch.bfloat16),
-        optim_dtype=torch.float32,
-        devices="virtual:1",
-        name="counted",
-        mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)),
-        model_run_config=RoundPipeRunConfig(num_microbatch=3),
-    )
+    layers = nn.Sequential(nn.Linear(192, 384), nn.ReLU(), nn.Linear(384, 192)).to(torch.bfloat16)
+    mesh, config = dist.init_device_mesh("cpu", (dist.get_world_size(),)), RoundPipeRunConfig(num_microbatch=3)
+    model = RoundPipe(layers, torch.float32, devices="virtual:1", name="counted", mesh=mesh, model_run_config=config)
     with OptimizerCtx():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(6, 192, dtype=torch.bfloat16)

@@ -81,13 +81,10 @@ def test_the_estimate_is_what_a_run_holds(name, dtype, optim_dtype, style, stays
 
     devices = measuring(number)
     torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    run = RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plan)
     model = wrap_model_to_roundpipe(
-        AutoModelForCausalLM.from_config(config, dtype=dtype).train(),
-        devices=devices,
-        optim_dtype=optim_dtype,
-        lower_threshold=0,
-        check=False,
-        model_run_config=RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plan),
+        plain, devices=devices, optim_dtype=optim_dtype, lower_threshold=0, check=False, model_run_config=run
     )
     model._rp_engine.planner.fits = lambda: stays
     tokens = torch.randint(0, config.vocab_size, (rows, length))
@@ -267,13 +264,8 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "PYTHONPATH": str(ROOT)}
 @pytest.mark.parametrize("way", WAYS)
 def test_the_host_holds_what_the_plan_states(way):
     """48 layers of 1.25 million parameters, 12 or 14 bytes each. More than the plan and 3 % would end the process."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--one", "bytes", way, "60"],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **ENVIRONMENT},
-    )
+    command = [sys.executable, str(PROGRAM), "--one", "bytes", way, "60"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT})
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["parameters"] == 48 * 1120**2
     assert WAYS[way] < found["bytes per parameter"] < WAYS[way] + 0.6

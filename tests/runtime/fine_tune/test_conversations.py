@@ -19,19 +19,14 @@ FORMS = {
 
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+NO_THINKING, OTHERS = {"enable_thinking": False}, {"images": ["a.png"], "score": 0}
 # Fields beside the messages, and the variables of the template that they become.
 BESIDE = {
     "system": ({"system": "Be brief"}, {}),
     "tools": (TOOLS, TOOLS),
     "tools as text": ({"tools": json.dumps(TOOLS["tools"])}, TOOLS),
-    "settings": (
-        {"chat_template_kwargs": {"enable_thinking": False}, "tools": "", "system": None},
-        {"enable_thinking": False},
-    ),
-    "others": (
-        {"images": ["a.png"], "score": 0, "empty": [], "none": None, "id": "x"},
-        {"images": ["a.png"], "score": 0},
-    ),
+    "settings": ({"chat_template_kwargs": NO_THINKING, "tools": "", "system": None}, NO_THINKING),
+    "others": ({**OTHERS, "empty": [], "none": None, "id": "x"}, OTHERS),
 }
 
 

@@ -304,20 +304,16 @@ def test_no_interleaving_deadlocks_or_loses_an_update():
         Walk(seed, layers=1 + seed % 3, rounds=1 + seed % 4).go()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda layer: layer.start_read(1),
-        lambda layer: layer.end_read(),
-        lambda layer: layer.start_write(2),
-        lambda layer: layer.end_write(),
-        lambda layer: layer.let_go(0),
-        lambda layer: (layer.start_read(0), layer.start_write(1)),
-        lambda layer: (layer.hold(0), layer.start_write(1)),
-        lambda layer: (layer.start_write(1), layer.start_read(0)),
-        lambda layer: (layer.start_write(1), layer.end_write(), layer.hold(0)),
-    ],
-)
+WRONG = [
+    lambda layer: layer.start_read(1), lambda layer: layer.end_read(), lambda layer: layer.start_write(2),
+    lambda layer: layer.end_write(), lambda layer: layer.let_go(0),
+    lambda layer: (layer.start_read(0), layer.start_write(1)), lambda layer: (layer.hold(0), layer.start_write(1)),
+    lambda layer: (layer.start_write(1), layer.start_read(0)),
+    lambda layer: (layer.start_write(1), layer.end_write(), layer.hold(0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_what_the_rules_forbid_raises(wrong):
     with pytest.raises(StageError, match="readiness"):
         wrong(LayerReadiness())

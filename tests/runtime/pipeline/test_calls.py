@@ -45,12 +45,9 @@ def test_no_grad_and_eval_give_plain_outputs(wrap):
 
 def test_a_sequence_of_losses_is_a_list_of_totals(wrap):
     model, inputs, labels = small_model(), *batch(6)
+    call = {"label": labels, "return_outputs": True, "run_config": MEAN_SUM}
     losses, returned = wrap(model).forward_backward(
-        (inputs,),
-        label=labels,
-        loss_fn=lambda o, t: [((o - t) ** 2).sum(), o.abs().sum()],
-        return_outputs=True,
-        run_config=MEAN_SUM,
+        (inputs,), loss_fn=lambda o, t: [((o - t) ** 2).sum(), o.abs().sum()], **call
     )
     plain = small_model()
     outputs = plain(inputs)

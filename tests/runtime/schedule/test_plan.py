@@ -183,14 +183,12 @@ def test_copies_of_the_head_fill_the_devices(layers, head, num_microbatch, least
         plan = ModelExecutePlan.auto(
             "fused", costs, min_stages=8, last_stage_copies=copies, num_microbatch=num_microbatch
         )
-        loads = [
-            StageLoad(
-                sum(costs[i].forward if stage.kind == "forward" else costs[i].backward for i in stage.layers),
-                copies=stage.copies,
-                copy=stage.copy,
-            )
-            for stage in plan.stages("fused", len(costs))
-        ]
+
+        def load(stage):
+            seconds = [costs[i].forward if stage.kind == "forward" else costs[i].backward for i in stage.layers]
+            return StageLoad(sum(seconds), copies=stage.copies, copy=stage.copy)
+
+        loads = list(map(load, plan.stages("fused", len(costs))))
         return simulate(loads, Machine(8), num_microbatch).utilisation
 
     assert utilisation("auto") >= least

@@ -193,12 +193,7 @@ def test_the_schedule_is_drawn(claim):
     assert found == textwrap.dedent(text).strip("\n")
 
 
-@given(
-    num_stages=st.integers(0, 12),
-    num_microbatch=st.integers(1, 6),
-    num_devices=st.integers(1, 5),
-    cursor=st.integers(0, 9),
-)
+@given(st.integers(0, 12), st.integers(1, 6), st.integers(1, 5), st.integers(0, 9))
 @settings(max_examples=100)
 def test_every_step_runs_once_after_what_it_waits_for(num_stages, num_microbatch, num_devices, cursor):
     dealt = RoundRobin(num_devices, cursor)

@@ -202,12 +202,8 @@ def test_loss_and_gradients_are_those_of_the_trainer(name, items, everything_is_
     batch, shifted = hf_batch(padding=name != "gemma2"), MODELS[name]  # whose padding on the left is NaN
     if name == "t5":
         batch["decoder_input_ids"] = batch["input_ids"].flip(1)
-    assert_like_plain(
-        make(name),
-        batch,
-        lambda plain: plain_loss(plain, batch, shifted=shifted, num_items_in_batch=items),
-        call={"loss_fn": SmoothedLoss(0.1, num_items_in_batch=items)},
-    )
+    call, options = {"loss_fn": SmoothedLoss(0.1, num_items_in_batch=items)}, {"num_items_in_batch": items}
+    assert_like_plain(make(name), batch, lambda one: plain_loss(one, batch, shifted=shifted, **options), call=call)
     assert not computed
 
 
@@ -217,13 +213,12 @@ def test_ignored_labels_count_nothing(cut):
     batch, model = hf_batch(), hf_model("llama")
     batch["labels"][:2] = -100
     whole, labels = dict(batch), batch.pop("labels")
-    pipeline = assert_like_plain(
-        model,
-        batch,
-        lambda plain: plain_loss(plain, whole, shifted=True) * 8,  # which adds classes in float32
-        call={"label": labels, "loss_fn": SmoothedLoss(0.1, scale=8.0)},
-        use_sequential_preset=cut,
-    )
+
+    def expected(plain):
+        return plain_loss(plain, whole, shifted=True) * 8  # which adds classes in float32
+
+    call = {"label": labels, "loss_fn": SmoothedLoss(0.1, scale=8.0)}
+    pipeline = assert_like_plain(model, batch, expected, call=call, use_sequential_preset=cut)
     model.zero_grad()
     none = {**batch, "labels": torch.full_like(labels, -100)}
     assert pipeline.forward_backward(input_kwargs=none, loss_fn=SmoothedLoss(0.1)).item() == 0.0

@@ -28,7 +28,7 @@ from .code_state import gradient_mode_kept
 from .config import RoundPipeRunConfig
 from .lifecycle import EngineOptions, RunLifecycle, in_two_passes
 from .loss_check import LossChecks, Sample, on_host
-from .one_group import Call, Cutting, OneGroup, PinnedCopies, host_value, merge_outputs, outputs_of
+from .one_group import Call, Cutting, OneGroup, PinnedCopies, host_value, merge_outputs
 from .rows import RowCheck, RowTrial, few_rows, set_apart
 from .run import Run
 
@@ -68,7 +68,7 @@ class Engine(RunLifecycle):
     def forward_here(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
         microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
         rows = [microbatch.rows for microbatch in microbatches]
-        run, host_values = self.prepare_forward(microbatches, config)
+        run, host_values = self.prepare_batch(microbatches, config)
         joined = merge_outputs(self._forward_outputs(run, host_values), rows, rows, config)
         if run.spec.kind == "infer":
             self.commit(run)
@@ -88,7 +88,7 @@ class Engine(RunLifecycle):
         with self.lock, gradient_mode_kept(), torch.set_grad_enabled(bool(config.requires_grad)):
             microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
             last = len(self.layers) - 1
-            run, host_values = self.prepare_forward(microbatches, config, span=range(last))
+            run, host_values = self.prepare_batch(microbatches, config, span=range(last))
             # Two runs, and two nodes of the graph: the input of the last layer depends on all microbatches of the
             # first run.
             whole = join(self._forward_outputs(run, host_values))
@@ -106,9 +106,8 @@ class Engine(RunLifecycle):
     def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:
         """Run the forward; outputs of a run for training are connected to the caller's autograd graph."""
         if run.spec.kind != "train":
-            run.start_all(host_values)
-            self.execute(run, run.spec.stages)
-            return outputs_of(run)
+            self.execute(run, host_values)
+            return [one.rebuild() for one in run.outputs]
         inputs = [t for one in host_values for t, flag in zip(one.tensors, one.needs_grad, strict=True) if flag]
         # A node has a backward only if an input of the node requires a gradient, and parameters whose gradients have
         # another dtype are not inputs of the node.
@@ -143,7 +142,7 @@ class Engine(RunLifecycle):
                 nonlocal outputs
                 for turn, (part, first) in enumerate(zip(call.parts, call.firsts, strict=True)):
                     if part:
-                        run, host_values = self.prepare_fused(
+                        run, host_values = self.prepare_batch(
                             part,
                             config,
                             call.losses(turn),
@@ -154,8 +153,7 @@ class Engine(RunLifecycle):
                             gradients_landed=None if call.land is None else partial(call.land, turn),
                         )
                         with self.groups.stopping(run):
-                            run.start_all(host_values)
-                            self.execute(run, run.spec.stages)
+                            self.execute(run, host_values)
                         call.add(run, host_values)
                     if call.land is not None:
                         # The sum over groups waits for every layer of every group, also for layers without gradients.
@@ -166,7 +164,7 @@ class Engine(RunLifecycle):
                     runs = [run for run, _ in call.runs]
                     rows = [count for run in runs for count in run.contract.rows]
                     weights: list[float | None] = [weight for run in runs for weight in run.contract.weights]
-                    each = [output for run in runs for output in outputs_of(run)]
+                    each = [output.rebuild() for run in runs for output in run.outputs]
                     outputs = merge_outputs(each, weights if kind == "pair" else rows, rows, config)
                 # losses of microbatches with different numbers of rows may be means, which do not add up
                 is_sum = config.loss_reduction == "sum" and kind not in ("pair", None)
@@ -297,15 +295,12 @@ class _Pipeline(torch.autograd.Function):
         learned: Sequence[torch.Tensor],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        run.start_all(host_values)
-        engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
+        engine.execute(run, host_values)
         ctx.engine, ctx.run, ctx.learned = engine, run, learned
-        ctx.backward_stages = [stage for stage in run.spec.stages if stage.kind == "backward"]
         ctx.flags = [on_host.needs_grad for on_host in host_values]
-        ctx.sizes = [len(run.collected.outputs[number].tensors) for number in range(run.spec.num_microbatch)]
-        run.remember_versions()
+        run.remember_forward()
         engine.commit_forward(run)
-        return return_outputs(ctx, [run.collected.outputs[number] for number in range(run.spec.num_microbatch)])
+        return return_outputs(ctx, run.outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
@@ -322,9 +317,9 @@ class _Pipeline(torch.autograd.Function):
                 "    (loss + other_loss).backward()"
             )
         ctx.run = None
-        run.start_backward(engine.table.latest, iter(gradients), ctx.sizes)
+        run.start_backward(engine.table.latest, iter(gradients))
         with engine.lock:
-            engine.execute(run, ctx.backward_stages)
+            engine.execute_backward(run)
             # torch sums the gradients of these parameters; layers may share a parameter
             totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, ctx.learned))
             for _, gradients_of_layer in sorted(run.collected.gradients.items(), reverse=True):

@@ -42,7 +42,7 @@ from ..schedule.timeline import CURRENT_TIMELINE
 from .code_state import CallerState, gradient_mode_kept, is_due
 from .config import NOT_COMPILED, CompiledLayers, RoundPipeRunConfig
 from .draws import Draws, run_base
-from .one_group import OneGroup, PinnedCopies, host_value, outputs_of
+from .one_group import OneGroup, host_value
 from .parameters.kept import GradientMemory, KeptParameters
 from .parameters.on_device import SETTING_NOTHING_TO_ITSELF, Gradients
 from .parameters.partial_table import NOTHING_PARTIAL, RoutedParameters
@@ -144,27 +144,24 @@ class RunLifecycle:
 
     # -- a run, from its inputs to its commit --------------------------------------------------------------------------
 
-    def prepare_forward(
-        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, **of_spec: Any
-    ) -> tuple[Run, list[HostValue]]:
-        rows = [microbatch.rows for microbatch in microbatches]
-        kind: RunType = "train" if config.requires_grad else "infer"
-        run = self.prepare(kind, config, rows, size=_size_of(microbatches), **of_spec)
-        return run, _inputs_of(microbatches, run, {} if self.is_accelerated else None)
-
-    def prepare_fused(
+    def prepare_batch(
         self,
         microbatches: Sequence[FlatMicrobatch],
         config: RoundPipeRunConfig,
-        contract: LossContract,
+        contract: LossContract | None = None,
         **of_spec: Any,
     ) -> tuple[Run, list[HostValue]]:
-        pinned: PinnedCopies | None = {} if self.is_accelerated else None
-        label = partial(host_value, requires_grad=False, what="label", pinned=pinned)
-        labels = [label(one.labels, one.label_spec) for one in microbatches]
+        # contract: collects the losses of forward and backward in one run. Default: a run of the forward.
+        kind: RunType = "fused" if contract is not None else "train" if config.requires_grad else "infer"
+        value = partial(host_value, pinned={} if self.is_accelerated else None)
+        if contract is not None:
+            of_spec["labels"] = [
+                value(one.labels, one.label_spec, requires_grad=False, what="label") for one in microbatches
+            ]
         rows = [microbatch.rows for microbatch in microbatches]
-        run = self.prepare("fused", config, rows, contract, size=_size_of(microbatches), labels=labels, **of_spec)
-        return run, _inputs_of(microbatches, run, pinned)
+        run = self.prepare(kind, config, rows, contract, size=_size_of(microbatches), **of_spec)
+        flows = run.spec.requires_grad
+        return run, [value(one.inputs, one.spec, requires_grad=flows, what="inputs") for one in microbatches]
 
     def prepare(
         self,
@@ -271,7 +268,15 @@ class RunLifecycle:
             compiled=compiled,
         )
 
-    def execute(self, run: Run, stages: Sequence[Stage]) -> None:
+    def execute(self, run: Run, inputs: Sequence[HostValue]) -> None:
+        """Run the forward; a fused run also runs the backward."""
+        run.start_all(inputs)
+        self._execute(run, [stage for stage in run.spec.stages if run.spec.kind != "train" or stage.kind == "forward"])
+
+    def execute_backward(self, run: Run) -> None:
+        self._execute(run, [stage for stage in run.spec.stages if stage.kind == "backward"])
+
+    def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
         self.check_can_run()
         with Uninterrupted(stop=run.mailbox.fail):
             # The version is held for the whole run: a background step must not drop copies that later stages read.
@@ -391,10 +396,9 @@ class RunLifecycle:
         self.check_can_run()
         config = in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self._leaving_no_trace(), torch.no_grad():
-            run, host_values = self.prepare_forward(microbatches, config, span=span, trial=trial)
-            run.start_all(host_values)
-            self.execute(run, run.spec.stages)
-            outputs = outputs_of(run)
+            run, host_values = self.prepare_batch(microbatches, config, span=span, trial=trial)
+            self.execute(run, host_values)
+            outputs = [one.rebuild() for one in run.outputs]
             run.discard()
             return outputs
 
@@ -416,12 +420,11 @@ class RunLifecycle:
         of_spec: dict[str, Any] = {"trial": "parts", "keep_outputs": False, "compiled": NOT_COMPILED, "span": span}
         of_spec |= {"loss_fn": loss_fn, "gradients_landed": landed, "types": types}
         with self._leaving_no_trace(), torch.enable_grad():
-            run, host_values = self.prepare_fused(microbatches, config, contract, **of_spec)
+            run, host_values = self.prepare_batch(microbatches, config, contract, **of_spec)
             try:
                 # a failed trial is not an error; if the call itself fails in its backward, that error is raised
                 with raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")):
-                    run.start_all(host_values)
-                    self.execute(run, run.spec.stages)
+                    self.execute(run, host_values)
             finally:
                 run.discard()
 
@@ -490,11 +493,6 @@ class RunLifecycle:
 def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
     plan = config.execute_plan
     return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())
-
-
-def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run, pinned: PinnedCopies | None) -> list[HostValue]:
-    flows = run.spec.requires_grad
-    return [host_value(one.inputs, one.spec, requires_grad=flows, what="inputs", pinned=pinned) for one in microbatches]
 
 
 def _size_of(microbatches: Sequence[FlatMicrobatch]) -> int:

@@ -96,10 +96,6 @@ class OneGroup:
     def close(self) -> None: ...
 
 
-def outputs_of(run: Run) -> list[Any]:
-    return [run.collected.outputs[number].rebuild() for number in range(run.spec.num_microbatch)]
-
-
 def merge_outputs(
     outputs: Sequence[Any], weights: Sequence[float | None], rows: Sequence[int | None], config: RoundPipeRunConfig
 ) -> Any:

@@ -57,7 +57,9 @@ class Run:
     residents: dict[tuple[str, int], LayerOnDevice] = field(default_factory=dict)
     # held while the loss function is called: several devices may run copies of the last stage
     loss_lock: threading.Lock = field(default_factory=threading.Lock)
+    # of a forward with a later backward: versions of the parameters of each layer, and tensors in each output
     _versions: dict[int, list[int]] = field(default_factory=dict)
+    _sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.collected = Collected(WrittenBuffers(self.spec.contents))
@@ -70,6 +72,10 @@ class Run:
                 yield
         finally:
             self.table.end_read(layer)
+
+    @property
+    def outputs(self) -> list[HostValue]:
+        return [self.collected.outputs[number] for number in range(self.spec.num_microbatch)]
 
     def start_all(self, inputs: Sequence[HostValue]) -> None:
         for number, on_host in enumerate(inputs):
@@ -85,13 +91,14 @@ class Run:
         self.collected.clear()
         self.mailbox.clear()
 
-    def remember_versions(self) -> None:
+    def remember_forward(self) -> None:
+        self._sizes = [len(one.tensors) for one in self.outputs]
         self._versions = {
             c.index: [self.store.source(parameter)._version for parameter in c.parameters()] for c in self.spec.contents
         }
 
-    def start_backward(self, version: int, gradients: Iterator[torch.Tensor | None], sizes: Sequence[int]) -> None:
-        # version: version of the parameters that the backward reads; sizes: number of tensors in each output
+    def start_backward(self, version: int, gradients: Iterator[torch.Tensor | None]) -> None:
+        # version: version of the parameters that the backward reads
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
             if now != self._versions[contents.index]:
@@ -100,7 +107,7 @@ class Run:
                     "would give different values. Call backward before the optimizer's step."
                 )
         self.version = version
-        for number, size in enumerate(sizes):
+        for number, size in enumerate(self._sizes):
             found = [next(gradients) for _ in range(size)]
             copies = [None if gradient is None else (gradient, NOW) for gradient in found]
             self.mailbox.put(("gradient", self.spec.span.stop, number), copies)

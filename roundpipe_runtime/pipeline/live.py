@@ -1,8 +1,9 @@
-"""Detect changes of the wrapped model: before each call, its modules are compared with the modules of earlier calls."""
+"""Detect changes of the wrapped model between calls, and copy step functions with the values of their variables."""
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import operator
 import types
@@ -172,3 +173,69 @@ def changed_layers(before: Mapping[str, nn.Module], now: Mapping[str, nn.Module]
     if not texts:
         texts = [f"{', '.join(name for name, one in before.items() if now.get(name) is not one)} were moved"]
     return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+# A step function that runs in the background must read the variables of the time of the call:
+#
+#     for step in range(100):
+#         optimizer = first if step % 2 else second            # otherwise the lambda would read the next optimizer
+#         model.step(lambda: optimizer.step(), is_async="exact")
+
+_WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
+
+
+def bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a function, with the current values of the global and closure variables that the function reads."""
+    # a function that assigns global or closure variables is returned unchanged: other code reads the new values
+    return _bound(function, {}, {}) if isinstance(function, types.FunctionType) else function
+
+
+def _bound(
+    function: types.FunctionType, spaces: dict[int, dict[str, Any]], done: dict[int, types.FunctionType]
+) -> types.FunctionType:
+    # spaces: one copy of the globals of each module; done: bound functions of this call, by identity
+    key = id(function)
+    if key in done:
+        return done[key]
+    done[key] = function  # the function may call itself
+    if _writes(function.__code__):
+        return function
+    space = spaces.setdefault(id(function.__globals__), dict(function.__globals__))
+    for name in _names(function.__code__):
+        found = space.get(name)
+        if isinstance(found, types.FunctionType) and found.__globals__ is function.__globals__:
+            space[name] = _bound(found, spaces, done)
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            cells.append(cell)
+        else:
+            is_function = isinstance(value, types.FunctionType)
+            cells.append(types.CellType(_bound(value, spaces, done) if is_function else value))
+    made = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, tuple(cells))
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    done[key] = made
+    return made
+
+
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    return [code, *(one for inner in code.co_consts if isinstance(inner, types.CodeType) for one in _codes(inner))]
+
+
+@functools.lru_cache(256)
+def _names(code: types.CodeType) -> set[str]:
+    return {name for one in _codes(code) for name in one.co_names}
+
+
+@functools.lru_cache(256)
+def _writes(code: types.CodeType) -> bool:
+    """Return whether a function assigns a variable of its module or of the function around it."""
+    inner = {name for one in _codes(code) for name in one.co_cellvars}  # own variables that inner functions share
+    return any(
+        step.opname in _WRITES and (step.opname.endswith("GLOBAL") or step.argval not in inner)
+        for one in _codes(code)
+        for step in dis.get_instructions(one)
+    )

@@ -31,9 +31,8 @@ from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_
 from ..optim.layer_contents import scan
 from ..optim.parts import widened
 from ..optim.torch_steps import take_over_always
-from .engine_handle import CALL_HOOKS, PipelineOptions, as_module, layers_of
+from .engine_handle import CALL_HOOKS, EngineHandle, PipelineOptions, as_module, layers_of
 from .live import ModelReading, changed_layers
-from .optimized_model import OptimizedModel
 
 # Types of `forward_backward`, in which the type of `loss_fn` determines the type of the result.
 
@@ -126,7 +125,7 @@ def _identity(outputs: Any, labels: Any) -> Any:
     return outputs
 
 
-class RoundPipe(OptimizedModel):
+class RoundPipe(EngineHandle):
     """Train a model larger than device memory: the pipeline copies a few layers at a time to the devices.
 
     A pipeline has the parameters, buffers, names and ``state_dict`` of its model; ``train`` and ``eval`` set the mode

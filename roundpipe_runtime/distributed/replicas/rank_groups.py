@@ -65,17 +65,16 @@ class RankGroups(RankCalls):
             with torch.no_grad():
                 without = dataclasses.replace(config, requires_grad=False)
                 parts: list[FlatMicrobatch] = engine.split(FlatBatch.of(args, kwargs, None), without)
-                run, values = engine.prepare_forward(parts, without)
-                run.start_all(values)
+                run, values = engine.prepare_batch(parts, without)
                 with noting(
                     "This rank has no rows, so forward called the layers on an empty batch to take part in the "
                     "backward of all ranks. forward_backward does not need that call:\n"
                     "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)"
                 ):
-                    engine.execute(run, run.spec.stages)
-            found = [run.collected.outputs[number] for number in range(run.spec.num_microbatch)]
-            flags = [[*map(torch.is_floating_point, one.tensors)] for one in found]
-            passes.empty = [dataclasses.replace(one, needs_grad=own) for one, own in zip(found, flags, strict=True)]
+                    engine.execute(run, values)
+            flags = [[*map(torch.is_floating_point, one.tensors)] for one in run.outputs]
+            pairs = zip(run.outputs, flags, strict=True)
+            passes.empty = [dataclasses.replace(one, needs_grad=own) for one, own in pairs]
         anchor = torch.empty(0, requires_grad=True)  # parameters are not inputs of the node
         held = [on_host for _, values in passes.runs for on_host in values]
         inputs = [t for one in held for t, flag in zip(one.tensors, one.needs_grad, strict=True) if flag]
@@ -149,14 +148,13 @@ class RankGroups(RankCalls):
         for turn, (part, first) in enumerate(zip(passes.parts, firsts, strict=True)):
             if not part:
                 continue
-            run, values = engine.prepare_forward(
+            run, values = engine.prepare_batch(
                 part, passes.config, first_microbatch=first, gradients_landed=partial(passes.land, turn), **of_spec
             )
             passes.runs.append((run, values))
             with stopping(run):
-                run.start_all(values)
-                engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
-            run.remember_versions()
+                engine.execute(run, values)
+            run.remember_forward()
             run.collected.buffers.check()
 
     def _state_halfway(self, engine: Engine, call: RankCall, passes: GroupPasses, loss: BatchLoss) -> list[Any]:
@@ -199,10 +197,9 @@ class RankGroups(RankCalls):
             for turn, part in enumerate(passes.parts):
                 if part:
                     run, _ = next(runs)
-                    sizes = [len(run.collected.outputs[number].tensors) for number in range(run.spec.num_microbatch)]
-                    run.start_backward(engine.table.latest, found, sizes)
+                    run.start_backward(engine.table.latest, found)
                     with self.stopping(run):
-                        engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "backward"])
+                        engine.execute_backward(run)
                 for layer in range(len(engine.layers)):  # other layers have no gradients
                     passes.land(turn, layer, {})
 
@@ -240,8 +237,7 @@ class GroupPasses:
         return [microbatch.rows for part in self.parts for microbatch in part] or [0] * len(self.empty)
 
     def outputs(self) -> list[HostValue]:
-        found = [run.collected.outputs[number] for run, _ in self.runs for number in range(run.spec.num_microbatch)]
-        return found or self.empty
+        return [output for run, _ in self.runs for output in run.outputs] or self.empty
 
 
 class _Groups(torch.autograd.Function):

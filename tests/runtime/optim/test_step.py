@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import ConfigError, GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, StageError, optim
-from roundpipe_runtime.pipeline.optimized_model import bound_now
+from roundpipe_runtime.pipeline.live import bound_now
 from tests import fresh_process
 from tests.runtime.small import batch, relative_error, small_model
 

@@ -180,7 +180,8 @@ class DiskMemory:
         # written: whether the tensors may have changed since the last `leave`
         of_file = []
         for part, start, end in self._ranges(tensors):
-            release(start, end)
+            # the pages leave this process; written data stays in the page cache
+            _libc().madvise(start, end - start, mmap.MADV_DONTNEED)
             of_file.append((part.offset - part.address + start, part.offset - part.address + end))
         with self._lock:
             kind = self._written if written else self._unchanged
@@ -389,11 +390,6 @@ def pages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 def fetch(start: int, end: int) -> bool:
     """Read the mapped pages of an address range from the disk; return ``False`` on Linux older than 5.14."""
     return int(_libc().madvise(start, end - start, _POPULATE_READ)) == 0
-
-
-def release(start: int, end: int) -> None:
-    """Remove pages of a shared file mapping from this process; written data stays in the page cache."""
-    _libc().madvise(start, end - start, mmap.MADV_DONTNEED)
 
 
 def page_out(tensor: torch.Tensor) -> None:

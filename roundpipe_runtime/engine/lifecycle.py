@@ -159,7 +159,10 @@ class RunLifecycle:
                 value(one.labels, one.label_spec, requires_grad=False, what="label") for one in microbatches
             ]
         rows = [microbatch.rows for microbatch in microbatches]
-        run = self.prepare(kind, config, rows, contract, size=_size_of(microbatches), **of_spec)
+        # the number of used experts depends on the order of magnitude of the number of elements
+        tensors = (leaf for one in microbatches for leaf in one.inputs if isinstance(leaf, torch.Tensor))
+        size = sum(tensor.numel() for tensor in tensors).bit_length()
+        run = self.prepare(kind, config, rows, contract, size=size, **of_spec)
         flows = run.spec.requires_grad
         return run, [value(one.inputs, one.spec, requires_grad=flows, what="inputs") for one in microbatches]
 
@@ -493,9 +496,3 @@ class RunLifecycle:
 def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
     plan = config.execute_plan
     return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())
-
-
-def _size_of(microbatches: Sequence[FlatMicrobatch]) -> int:
-    """Return the order of magnitude of the number of input elements, on which the number of used experts depends."""
-    tensors = (leaf for one in microbatches for leaf in one.inputs if isinstance(leaf, torch.Tensor))
-    return sum(tensor.numel() for tensor in tensors).bit_length()

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from yobx_flatten.core.private_names.of_torch import TorchDispatchMode, pytree
 
-from ..device.protocol import NOW, Event
+from ..device.protocol import NOW, Device, Event
 from ..device.transfer import flatten_value
 from ..engine.layer_graph import LayerGraph, Values, enter, plain
 from ..engine.parameters.host_table import HostSum, HostTable, TableAccess
@@ -468,7 +468,7 @@ def _measure(
 
 
 class Parts:
-    """Counts the bytes of embedding rows and head slices that a device would copy, without copying anything."""
+    """Stands for a device, and counts the bytes of embedding rows and head slices that the device would copy."""
 
     torch_device = torch.device("meta")
 
@@ -498,16 +498,14 @@ class _NoSum(HostSum):
 @contextlib.contextmanager
 def standing_tables(contents: LayerContents) -> Iterator[Parts]:
     """Replace large embedding and head matrices by placeholders in the with block; yield a counter of copied bytes."""
-    parts, places = Parts(), []
-    made: dict[int, nn.Parameter] = {}
+    parts, places, no_sum = Parts(), [], functools.partial(_NoSum, torch.empty(0))
+    device, made = cast(Device, parts), dict[int, nn.Parameter]()
     for slot in contents.slots:
         parameter = slot.parameter
         if (table := contents.tables.get(id(parameter))) is None:
             continue
         if id(parameter) not in made:
-            access = TableAccess(
-                parts, parameter, table, requires_grad=parameter.requires_grad, new_sum=lambda: _NoSum(torch.empty(0))
-            )
+            access = TableAccess(device, parameter, table, requires_grad=parameter.requires_grad, new_sum=no_sum)
             stands = HostTable(access, requires_grad=parameter.requires_grad)
             made[id(parameter)] = cast(nn.Parameter, stands)
         places.append((slot.owner._parameters, slot.name, parameter))

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..device.composite import parts_of
+from ..engine.parameters.partial_table import MOST_READ
 from ..engine.planner import FOR_PARAMETERS, bytes_to_keep
 from ..optim.parameters import Update
 from ..optim.parts import LANDING
@@ -445,10 +446,6 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep:
             )
         )
     return loads
-
-
-# The share of the experts up to which the runtime uploads them on demand, as `engine/parameters/partial_table` has it.
-MOST_READ = 0.75
 
 
 def expected_share(experts: int, per_token: float, tokens: float) -> float:

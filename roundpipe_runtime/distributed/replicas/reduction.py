@@ -45,12 +45,6 @@ class ReductionPlan:
                     found.setdefault(store.gradient_dtype(parameter), []).append(parameter)
             self.buckets += [Bucket(layer.index, tuple(parameters), dtype) for dtype, parameters in found.items()]
 
-    def wire_dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which ranks send gradients; a batch of one group does not use ``reduce_dtype``."""
-        if self.reduce_dtype is None or self.replicas == 1 or not bucket.dtype.is_floating_point:
-            return bucket.dtype
-        return self.reduce_dtype
-
 
 class Reduction:
     """Sums the gradients of one ``forward_backward`` over the groups of rows of all ranks, layer by layer."""
@@ -123,7 +117,9 @@ class Reduction:
         cuts = [self._pieces(parameter.detach()) for parameter in bucket.parameters]
         sizes = [sum(cut[rank].numel() for cut in cuts) for rank in range(ranks.size)]
         own = sizes[ranks.rank]
-        wire = self._plan.wire_dtype(bucket)
+        # a batch of one group does not use `reduce_dtype`
+        is_reduced = self._plan.replicas > 1 and bucket.dtype.is_floating_point
+        wire = (self._plan.reduce_dtype if is_reduced else None) or bucket.dtype
         out = self._buffer("out", sum(sizes) if is_giver else 0, wire)
         if is_giver:
             self._fill(out, turn, number, cuts)

@@ -8,11 +8,10 @@ parts of the table first copy the whole embedding or head matrix to the device.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from torch.nn import functional
 
 from yobx_flatten.core.private_names.of_torch import DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
 
-from ...device.protocol import Event
+from ...device.protocol import Device, Event
 from ...device.transfer import as_sent
 from ...errors import StageError
 from ...optim.layer_contents import Table
@@ -42,20 +41,6 @@ _ON_PARTS: dict[Any, Callable[..., Any]] = {}
 def on_tables(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
     """Return a decorator that registers a replacement of ``function`` for calls with a :class:`HostTable`."""
     return functools.partial(_ON_PARTS.__setitem__, function)
-
-
-class PartsDevice(Protocol):
-    torch_device: torch.device
-
-    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    def copy_out(self, tensor: torch.Tensor, *, last: bool, parameter: bool = False) -> tuple[torch.Tensor, Event]: ...
-
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager whose computations start after all earlier copies to the device."""
-
-    def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Release the device memory of tensors that will not be read again."""
 
 
 class HostTable(torch.Tensor):
@@ -119,7 +104,7 @@ class TableAccess:
 
     def __init__(
         self,
-        device: PartsDevice,
+        device: Device,
         source: torch.Tensor,
         table: Table,
         *,

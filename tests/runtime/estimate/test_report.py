@@ -10,11 +10,10 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from roundpipe_runtime.cli.plan import write_plan
-from roundpipe_runtime.engine.parameters import partial_table
 from roundpipe_runtime.estimate.footprint import measure_layers
 from roundpipe_runtime.estimate.hardware import Hardware, describe_hardware
 from roundpipe_runtime.estimate.report import plan_report
-from roundpipe_runtime.estimate.step_plan import MOST_READ, expected_share
+from roundpipe_runtime.estimate.step_plan import expected_share
 from roundpipe_runtime.huggingface.plan_training import PlannedTraining
 from tests.transformers_versions import needs_transformers
 
@@ -131,7 +130,6 @@ def test_the_share_is_the_mean_over_all_routings(experts, per_token, tokens):
     routings = list(itertools.product(choices, repeat=tokens))
     hit = sum(len(set(itertools.chain(*routing))) for routing in routings)
     assert expected_share(experts, per_token, tokens) == pytest.approx(float(Fraction(hit, len(routings) * experts)))
-    assert MOST_READ == partial_table.MOST_READ  # plan and runtime upload all from the same share on
 
 
 def planned(rows, length):

@@ -24,7 +24,6 @@ MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     # "yobx_flatten.registry.optional": {"jax"},
     "yobx_flatten.generate.model_of_files": {"transformers"},
     "yobx_flatten.generate.stand_ins": {"transformers"},
-    "yobx_flatten.model_folder.plain_model": {"transformers"},
     "roundpipe_runtime.fine_tune.trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.pipeline_trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.classes": {"transformers"},

@@ -274,8 +274,6 @@ class Generator:
 
         return model_of_files(self.steps)
 
-    # -- before the first token ----------------------------------------------------------------------------------------
-
     def _begin(self, given: Mapping[str, Any]) -> TextState | None:
         """Return tokens and KV cache of the first step; ``None`` if the transformers loop for Whisper must generate."""
         # given: keywords of the call that are not `None`
@@ -307,8 +305,6 @@ class Generator:
         sequence = self.steps.begin(ids, mask, source, first, pictures)
         sequence.forced = self.settings.forced_bos_token_id if token is None else token
         return sequence
-
-    # -- the loop ------------------------------------------------------------------------------------------------------
 
     def _stream(
         self, sequence: TextState, max_new_tokens: int | None, sampling: Sampling | None

@@ -390,7 +390,6 @@ class FileModel(ModelWithoutWeights):
 
     def _call(self, cache: FileCache, count: int, *, is_last: bool = False) -> torch.Tensor:
         """Run the files on all tokens that the KV cache lacks, and return the scores of the last ``count`` tokens."""
-        # is_last: whether the caller needs only the scores of the last token
         state = cache.state
         assert state is not None
         again, total = cache.again, cache.seen + count

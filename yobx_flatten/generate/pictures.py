@@ -84,17 +84,15 @@ class Pictures:
             if self.tiles is None and (self.word == "video" or self.sizes is not None):
                 raise InvalidArgumentError(f"{vision.name} has one picture size: leave image_grid_thw and videos out.")
             if self.tiles is not None:
-                yield from (
-                    {"pixel_values": tiles} for tiles in self.tiles.split(self.pixels, self.sizes, self.together)
-                )
-                return
-            images = self.pixels
-            if images.ndim == 5:  # rows of pictures, which SmolVLM pads with pictures of zeros
-                every = images.flatten(0, 1)
-                seen = every.flatten(1).ne(0).any(1)
-                images = every[seen] if bool(seen.any()) else every[:1]
-            for image in images:
-                yield {"pixel_values": image[None]}
+                calls = self.tiles.split(self.pixels, self.sizes, self.together)
+            else:
+                images = self.pixels
+                if images.ndim == 5:  # rows of pictures, which SmolVLM pads with pictures of zeros
+                    every = images.flatten(0, 1)
+                    seen = every.flatten(1).ne(0).any(1)
+                    images = every[seen] if bool(seen.any()) else every[:1]
+                calls = [image[None] for image in images]
+            yield from ({"pixel_values": pixels} for pixels in calls)
             return
         sizes, name = self.sizes, f"{self.word}_grid_thw"
         if sizes is None or sizes.ndim != 2 or int(sizes.prod(-1).sum()) != len(self.pixels):
@@ -190,7 +188,7 @@ class Tiles:
                 "This model cuts pictures into tiles. Pass image_sizes of shape (images, 2), height and width of each, "
                 "as the model's processor returns it."
             )
-        counts = self._counts(sizes, together)
+        counts = self.counts(sizes, together)
         if pixels.ndim == 5 and len(pixels) == len(counts) and max(counts) <= pixels.shape[1]:
             return [tiles[:count] for tiles, count in zip(pixels, counts, strict=True)]
         if pixels.ndim == 4 and len(pixels) == sum(counts):
@@ -199,10 +197,6 @@ class Tiles:
             f"pixel_values has shape {tuple(pixels.shape)}, but image_sizes describes {len(counts)} pictures of "
             f"{', '.join(map(str, counts))} tiles. Pass the output of the model's processor."
         )
-
-    def count(self, sizes: torch.Tensor) -> int:
-        """Return how many tiles pictures of the given sizes have in total, if each prompt contains one picture."""
-        return sum(self._counts(sizes, None))
 
     def packed(self, features: Sequence[torch.Tensor], newline: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Return the features of pictures in the order of a prompt's image tokens, of shape (tokens, hidden size)."""
@@ -215,7 +209,7 @@ class Tiles:
             found, _ = pack(owner, list(features), sizes, image_newline=newline, **stated)
         return torch.cat(tuple(found))
 
-    def _counts(self, sizes: torch.Tensor, together: torch.Tensor | None) -> list[int]:
+    def counts(self, sizes: torch.Tensor, together: torch.Tensor | None) -> list[int]:
         config, pack = self._config_and_pack()
         count_of = vars(sys.modules[pack.__module__])["image_size_to_num_patches"]
         of_rows = [1] * len(sizes) if together is None else [n for n in together.flatten().tolist() for _ in range(n)]

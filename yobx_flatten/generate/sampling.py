@@ -150,17 +150,9 @@ OF_SCORES: Mapping[str, float | None] = {
 }
 # entries for which transformers runs another generation loop
 _OF_LOOPS: Mapping[str, float | None] = {
-    "stop_strings": None,
-    "penalty_alpha": 0,
-    "prompt_lookup_num_tokens": 0,
-    "assistant_early_exit": 0,
-    "dola_layers": None,
+    **dict.fromkeys(("stop_strings", "dola_layers", "constraints", "force_words_ids", "token_healing", "max_time")),
+    **dict.fromkeys(("penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "diversity_penalty"), 0),
     "num_beam_groups": 1,
-    "diversity_penalty": 0,
-    "constraints": None,
-    "force_words_ids": None,
-    "token_healing": None,
-    "max_time": None,
 }
 _OF_DRAWS: Mapping[str, float | None] = {"top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 

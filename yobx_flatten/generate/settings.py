@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -262,19 +263,62 @@ def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any],
         ) from error
 
 
-def read_settings(folder: pathlib.Path) -> GenerationSettings:
-    # each of the two configurations may be missing
-    require("msgspec", purpose=f"reading {folder}")
-    from .entries import Choices, Described, Entries
+@functools.cache
+def _types_of_entries() -> dict[str, Any]:
+    """Return by file name a dataclass of the entries that generation reads; every entry may be missing or null."""
+    from msgspec import Meta
 
+    token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+    count = Annotated[int, Meta(ge=0, lt=2**31)]
+    beams = Annotated[int, Meta(ge=1, le=1024)]  # each beam is a row with its own cache
+    rate = Annotated[float, Meta(gt=0, le=1e6)]
+
+    def form(types: Mapping[str, Any], *bases: type) -> Any:
+        fields = [(name, kind | None, None) for names, kind in types.items() for name in names.split()]
+        return dataclasses.make_dataclass("Entries", fields, bases=bases, frozen=True, kw_only=True)
+
+    tokens = form({"bos_token_id eos_token_id": token | list[token], "pad_token_id decoder_start_token_id": token})
+    vision = {"spatial_merge_size": Annotated[int, Meta(ge=1, lt=2**16)], "tokens_per_second": rate}
+    entries = {
+        "image_token_id image_token_index video_token_id video_token_index": token,
+        "forced_bos_token_id no_timestamps_token_id prev_sot_token_id": token,
+        "forced_eos_token_id": token | list[token],
+        "suppress_tokens begin_suppress_tokens": list[token],
+        "bad_words_ids": list[list[token]],
+        "lang_to_id task_to_id": dict[str, token],
+        "max_new_tokens min_new_tokens min_length no_repeat_ngram_size encoder_no_repeat_ngram_size": count,
+        "max_initial_timestamp_index max_source_positions": count,
+        "repetition_penalty encoder_repetition_penalty": rate,
+        "remove_invalid_values is_multilingual return_timestamps": bool,
+        "model_type": str,
+        "text_config": tokens,
+        "vision_config": form(vision),
+    }
+    # entries read from generation_config.json only, since in config.json a name may have another meaning
+    choices = {
+        "max_length top_k": count,
+        "num_beams num_return_sequences": beams,
+        "temperature top_p min_p typical_p length_penalty": float,
+        "early_stopping": bool | str,
+        "do_sample": bool,
+    }
+    of_config = form(entries, tokens)
+    of_folder = form({"positions": Annotated[int, Meta(ge=1)], "rereads_at_switch": bool})
+    return {"config.json": of_config, "generation_config.json": form(choices, of_config), MANIFEST: of_folder}
+
+
+def read_settings(folder: pathlib.Path) -> GenerationSettings:
+    # each of the three files may be missing
+    require("msgspec", purpose=f"reading {folder}")
+    types = _types_of_entries()
     found: list[dict[str, Any]] = []
-    for name, entries in (("config.json", Entries), ("generation_config.json", Choices)):
+    for name in ("config.json", "generation_config.json"):
         found.append({})
         if (folder / name).exists():
-            read_configuration(folder / name, entries, failure=GenerationError)  # checks the types of the entries
+            read_configuration(folder / name, types[name], failure=GenerationError)  # checks the types of the entries
             found[-1] = read_configuration(folder / name, dict[str, Any], failure=GenerationError)
-    manifest = folder / MANIFEST
-    described = read_document(manifest, Described, failure=GenerationError) if manifest.exists() else Described()
+    manifest, form = folder / MANIFEST, types[MANIFEST]
+    described = read_document(manifest, form, failure=GenerationError) if manifest.exists() else form()
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
         text = {**found[0], **(found[0].get("text_config") or {})}
         vocabulary = text.get("vocab_size")

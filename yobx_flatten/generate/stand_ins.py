@@ -1,4 +1,4 @@
-"""Define a model and a KV cache with which transformers' ``generate`` runs exported files."""
+"""Define Hugging Face models without weights, and a KV cache, with which transformers runs exported files."""
 
 # generate of transformers ──> get_seq_length, reorder_cache, crop ──> FileCache ──> TextState.cache
 #                                                                                    values of the library, not copied
@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,8 +22,9 @@ from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..huggingface.builders import make_dynamic_cache
 from ..huggingface.cache_names import has_read, named_as, tokens_in
 from ..runners.adapters import FolderAdapters
-from ..runners.in_place import cache_tensors, copied, cropped, held_before, rewound
-from .pictures import Seen
+from ..runners.in_place import cache_tensors, copied, cropped, held_before, rewound, select_rows
+from ..runners.ports import Runner
+from .pictures import Seen, typed
 from .steps import Steps, TextState
 
 _MASKS = ("attention_mask", "pixel_mask")  # a mask without zeros has no effect
@@ -139,6 +140,73 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         raise InvalidArgumentError("save_pretrained: the model is stored. Copy its folder: shutil.copytree(a, b)")
+
+
+# defaults of models for inputs that the caller leaves out: no padding, and one text
+_ASSUMED = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
+
+
+class PlainFileModel(ModelWithoutWeights):
+    """A Hugging Face model without weights, whose ``forward`` runs one exported file."""
+
+    def __init__(self, runner: Runner, stated: dict[str, Any]) -> None:
+        super().__init__(config_from(stated, encoder=False))
+        self.runner = self._plain = runner
+        self.main_input_name = next(iter(runner.ports))
+        self.eval()
+
+    def use_adapter(self, name: str | None) -> None:
+        plain = self._plain
+        self.runner = plain if name is None else self.of_folder.runners({"model": plain}, name)["model"]
+
+    def run_files(self, **given: Any) -> Any:
+        """Run the file on inputs that a tokenizer or processor made; outputs have the model's output names."""
+        ports = self.runner.ports
+        feeds = {name: value for name, value in given.items() if value is not None}
+        for name, make in _ASSUMED.items():
+            tokens = feeds.get("input_ids")
+            if name in ports and name not in feeds and tokens is not None and len(ports[name].shape) == tokens.ndim:
+                feeds[name] = make(tokens)
+        missing = [name for name in ports if name not in feeds]
+        if missing:
+            raise InvalidArgumentError(f"{self.runner.name} takes {', '.join(ports)}: pass {', '.join(missing)}.")
+        found = self.runner.run(typed(self.runner, {name: value.detach().cpu() for name, value in feeds.items()}))
+        return ModelOutput(found)
+
+
+class VocoderOfFile(PlainFileModel):
+    """A vocoder that runs an exported file: it converts one spectrogram or a batch to audio samples."""
+
+    def run_files(self, **given: torch.Tensor) -> torch.Tensor:
+        spectrogram = given["spectrogram"]
+        rows = spectrogram if spectrogram.ndim == 3 else spectrogram.unsqueeze(0)
+        found: torch.Tensor
+        (found,) = super().run_files(spectrogram=rows).values()
+        return found if spectrogram.ndim == 3 else found[0]
+
+
+class SpeakingFileModel(ModelWithoutWeights):
+    """A Hugging Face model without weights, whose ``generate_speech`` runs exported files of SpeechT5."""
+
+    # speak: `generate_speech` of a `.Generator`
+
+    def __init__(self, speak: Callable[..., Any], encoder: Runner | None, stated: Mapping[str, Any]) -> None:
+        super().__init__(config_from(stated, encoder=True))
+        assert encoder is not None
+        self.speak = speak
+        self.main_input_name = next(name for name in ("input_ids", "input_values") if name in encoder.ports)
+        self.eval()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return True
+
+    def generate_speech(self, read: Any, speaker_embeddings: torch.Tensor | None = None, **options: Any) -> Any:
+        return self.speak(read, speaker_embeddings, **options)
+
+    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
+        """Generate speech; the method has this name because transformers' pipelines call ``generate``."""
+        return self.speak(input_ids, attention_mask=attention_mask, **options)
 
 
 def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
@@ -264,8 +332,6 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         self._held, self._held_seen = held_before(self.state.cache), self.seen - self.again
         self._pictures = self.state.seen
 
-    # -- what transformers' loops read --------------------------------------------------------------------------------
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
 
@@ -284,12 +350,10 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     def reset(self) -> None:
         self.state, self.seen, self.again, self._held = None, 0, 0, None
 
-    # -- what transformers' loops change ------------------------------------------------------------------------------
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.state is not None:
             rows, state = beam_idx.cpu(), self.state
-            state.cache = self.steps.parts.decoder.select_rows(state.cache, rows)
+            state.cache = select_rows(self.steps.parts.decoder, state.cache, rows)
             state.repeat(rows)
             self._held = None
 
@@ -321,8 +385,6 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
             self.again -= self.seen - kept
         state.keep(kept)
         self.seen = kept
-
-    # -- what Whisper's loop reads ------------------------------------------------------------------------------------
 
     @property
     def self_attention_cache(self) -> Any:

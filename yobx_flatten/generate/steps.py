@@ -275,7 +275,6 @@ class Steps:
 
     def scores(self, sequence: TextState, *, last_scores: bool = False) -> torch.Tensor:
         """Run the files once, and return the logits, of shape (batch, tokens, vocabulary)."""
-        # last_scores: whether the scores of the last token are enough
         most, decoder = self.settings.positions, self.parts.decoder
         used = 0 if most is None else int(sequence.mask.sum(-1).max())
         if most is not None and used > most:  # runtimes compute different values beyond the last position

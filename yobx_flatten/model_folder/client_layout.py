@@ -26,8 +26,7 @@ from ..huggingface.cache_names import CACHE, PRESENT
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session
 from ..runners.ports import is_present
-from .pieces.spoken import spoken_pieces
-from .pieces.tasks import TASKS
+from .pieces.tasks import SPEAKS
 from .source.configuration import change_json, write_json
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
         raise InvalidArgumentError(f'layout="{layout}" is for ONNX files. Remove the arguments target= and to=.')
     if layout == "genai":  # see `plan.check_genai`
         return
-    if TASKS[task] is spoken_pieces:
+    if task in SPEAKS:
         raise InvalidArgumentError(
             f"transformers.js expects one file for a speech decoder, but folders for {task} have two. Leave "
             f'layout="{layout}" out.'

@@ -219,9 +219,8 @@ def add_adapter(
     # matrices, cases and manifest must match: the whole folder is replaced at once
     with scratch_for(path) as work:
         copy_links(path, work)
-        cases = work / CASES / ADAPTERS / name
-        shutil.rmtree(cases, ignore_errors=True)
-        cases.mkdir(parents=True)
+        below = f"{CASES}/{ADAPTERS}/{name}"
+        shutil.rmtree(work / below, ignore_errors=True)
         for written in (MANIFEST, f"{ADAPTERS}/{name}.safetensors", f"{ADAPTERS}/{name}.onnx_adapter"):
             (work / written).unlink(missing_ok=True)  # writing to a hard link would change the original folder
         stored: dict[str, list[str]] = {}
@@ -231,18 +230,16 @@ def add_adapter(
                 file = f"{piece.stem}.onnx"
                 texts = [load_case(path / case) for case in manifest.cases.get(file, []) if "-text-" in case]
                 tokens = torch.cat([case.outputs["text"] for case in texts]) if texts else None
-                stored[file] = store_piece(piece, sampled(piece.cases), tokens, cases, ".")
+                stored[file] = store_piece(piece, sampled(piece.cases), tokens, work, below)
             if manifest.task in GENERATES:
-                stored[""] = [store_generation(base, manifest.task, rows, SAMPLED_TOKENS, cases, below=".")]
-        names = {file: [pathlib.PurePosixPath(one).name for one in paths] for file, paths in stored.items()}
-        checks = check_adapter(path, found, names, cases)
+                stored[""] = [store_generation(base, manifest.task, rows, SAMPLED_TOKENS, work, below=below)]
+        checks = check_adapter(path, found, stored, work)
         done = AddedAdapter(pathlib.Path(folder), name, tuple(checks))
         if not all(check.ok for check in checks):
             raise ReplayError(f"With the adapter, the files compute different values than PEFT.\n{done}")
         write_matrices(work, [found])
-        paths = {file: [f"{CASES}/{ADAPTERS}/{name}/{case}" for case in of_file] for file, of_file in names.items()}
         quality = {check.file: check.quality for check in checks if check.quality is not None}
-        adapters = {**manifest.adapters, name: StoredAdapter(paths, quality)}
+        adapters = {**manifest.adapters, name: StoredAdapter(stored, quality)}
         write_manifest(work, dataclasses.replace(manifest, adapters=adapters))
         publish_folder(work, path)
     return done

@@ -69,24 +69,20 @@ def write_genai_files(
         )
 
 
-def _tokens(model: TransformersModel) -> dict[str, Any]:
+def _contents(
+    model: TransformersModel, kind: str, vocabulary: int, room: int, files: Mapping[str, Any], *, one_memory: bool
+) -> dict[str, Any]:
+    # files: the entry of each file; one_memory: whether the library updates the cache in place
     config, generation = model.config.get_text_config(decoder=True), model.generation_config
     ends = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
     first_end = ends[0] if isinstance(ends, list) else ends
     pad = first_end if config.pad_token_id is None else config.pad_token_id
-    found = {"bos_token_id": config.bos_token_id, "eos_token_id": ends, "pad_token_id": pad}
-    return {name: token for name, token in found.items() if token is not None}
-
-
-def _search(longest: int, *, one_memory: bool) -> dict[str, Any]:
+    tokens = {"bos_token_id": config.bos_token_id, "eos_token_id": ends, "pad_token_id": pad}
+    tokens = {name: token for name, token in tokens.items() if token is not None}
+    search = {"do_sample": False, "num_beams": 1, "max_length": room, "past_present_share_buffer": one_memory}
     return {
-        "do_sample": False,
-        "num_beams": 1,
-        "max_length": longest,
-        "past_present_share_buffer": one_memory,
-        "temperature": 1.0,
-        "top_k": 1,
-        "top_p": 1.0,
+        "model": {"type": kind, **tokens, "context_length": room, "vocab_size": vocabulary, **files},
+        "search": {**search, "temperature": 1.0, "top_k": 1, "top_p": 1.0},
     }
 
 
@@ -115,63 +111,40 @@ def decoder_config(
     if set(inputs) != fed | set(plain) or (slides and not one_memory):
         return None
     room, heads = getattr(config, "max_position_embeddings", None) or 2048, config.num_attention_heads
-    return {
-        "model": {
-            # the general type: the library has no own types for most decoders
-            "type": "decoder",
-            **_tokens(model),
-            "context_length": room,
-            "vocab_size": config.vocab_size,
-            "decoder": {
-                **_session("model.onnx"),
-                "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
-                "hidden_size": config.hidden_size,
-                "num_attention_heads": heads,
-                "num_hidden_layers": config.num_hidden_layers,
-                "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-                "inputs": {**{name: name for name in plain}, **_cache_names("past", CACHE)},
-                "outputs": {"logits": "logits", **_cache_names("present", PRESENT)},
-            },
-        },
-        "search": _search(room, one_memory=one_memory),
+    decoder = {
+        **_session("model.onnx"),
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "inputs": {**{name: name for name in plain}, **_cache_names("past", CACHE)},
+        "outputs": {"logits": "logits", **_cache_names("present", PRESENT)},
     }
+    # "decoder" is the general type: the library has no own types for most decoders
+    return _contents(model, "decoder", config.vocab_size, room, {"decoder": decoder}, one_memory=one_memory)
 
 
 def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, Any]:
-    config = model.config
+    # the encoder file returns keys and values for each layer and head of the decoder
+    config, heads, layers = model.config, model.config.decoder_attention_heads, model.config.decoder_layers
 
-    def side(file: str, layers: int, heads: int) -> dict[str, Any]:
+    def side(file: str) -> dict[str, Any]:
         sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": layers}
         return {**_session(file), "head_size": config.d_model // heads, "hidden_size": config.d_model, **sizes}
 
-    # the encoder file returns keys and values for each layer and head of the decoder
-    heads, layers = config.decoder_attention_heads, config.decoder_layers
-    return {
-        "model": {
-            "type": "whisper",
-            **_tokens(model),
-            "context_length": config.max_target_positions,
-            "vocab_size": config.vocab_size,
-            "encoder": {
-                **side("encoder.onnx", layers, heads),
-                "inputs": {"audio_features": "input_features"},
-                "outputs": {
-                    "encoder_hidden_states": "last_hidden_state",
-                    **_cache_names("cross_present", PRESENT, "encoder."),
-                },
-            },
-            "decoder": {
-                **side("decoder.onnx", layers, heads),
-                "inputs": {
-                    "input_ids": "input_ids",
-                    **_cache_names("past", CACHE, "decoder."),
-                    **_cache_names("cross_past", CACHE, "encoder."),
-                },
-                "outputs": {
-                    "logits": ALLOWED if ALLOWED in outputs else "logits",
-                    **_cache_names("present", PRESENT, "decoder."),
-                },
-            },
-        },
-        "search": _search(config.max_target_positions, one_memory=False),
+    caches = {**_cache_names("past", CACHE, "decoder."), **_cache_names("cross_past", CACHE, "encoder.")}
+    present = _cache_names("cross_present", PRESENT, "encoder.")
+    encoder = {
+        **side("encoder.onnx"),
+        "inputs": {"audio_features": "input_features"},
+        "outputs": {"encoder_hidden_states": "last_hidden_state", **present},
     }
+    logits = {"logits": ALLOWED if ALLOWED in outputs else "logits"}
+    decoder = {
+        **side("decoder.onnx"),
+        "inputs": {"input_ids": "input_ids", **caches},
+        "outputs": {**logits, **_cache_names("present", PRESENT, "decoder.")},
+    }
+    files, room = {"encoder": encoder, "decoder": decoder}, config.max_target_positions
+    return _contents(model, "whisper", config.vocab_size, room, files, one_memory=False)

@@ -139,8 +139,7 @@ class FolderModel:
             UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
         """
         require("transformers", purpose=f"{cls.__name__}", extra="transformers")
-        from ..generate.stand_ins import named_class
-        from .plain_model import PlainFileModel, SpeakingFileModel, VocoderOfFile
+        from ..generate.stand_ins import PlainFileModel, SpeakingFileModel, VocoderOfFile, named_class
 
         path = check_folder(folder, GenerationError)
         check_runtime(runtime)
@@ -161,9 +160,9 @@ class FolderModel:
             return found
         if task in SPEAKS:
             generator = open_generator(path, runtime=runtime, **how)
-            documents = generator.settings.documents
+            documents, encoder = generator.settings.documents, generator.parts.encoder
             stated = {} if documents is None else dict(documents.config)
-            return named_class(stated, (cls, SpeakingFileModel), {})(generator, stated)
+            return named_class(stated, (cls, SpeakingFileModel), {})(generator.generate_speech, encoder, stated)
         runtime = runtime_of_folder(path) if runtime is None else runtime
         if (path / MANIFEST).is_file():
             check_digests(path, read_manifest(path).sha256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -28,8 +28,8 @@ from .pieces import vision_language as vision
 from .pieces.genai import FRAMES
 from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
 from .pieces.text import Piece, Split
-from .sentence import SentenceModel, SentenceModules, read_modules
-from .source.adapter import read_adapters, rooms_of
+from .sentence import SentenceModel, read_modules
+from .source.adapter import read_adapters
 from .source.configuration import check_class, note_on_head
 from .source.open import OpenedModel
 from .texts import answered, chat_prompts, encoder_rows, python_text, sentence_case
@@ -50,7 +50,8 @@ class FolderPlan:
     proof: Proof  # `"full"`, `"standard"`, `"sample"` or `"none"`
     task: str
     pieces: list[Piece]
-    modules: SentenceModules | None  # sentence-transformers modules after the model; `None` for other folders
+    # sentence-transformers modules after the model, empty for other folders; or why the files have no embedding
+    modules: Sequence[torch.nn.Module] | str
     quantization: Quantization | None
     timed: ExportReport  # the time that making the inputs took
     text: str = ""  # description of the text on which the perplexity is measured
@@ -58,8 +59,6 @@ class FolderPlan:
     switch: int | None = None  # the length of text at which the rotary angles change; `None` for other models
     rereads: bool | None = None  # whether `model.generate` reads all tokens again at that length; `None` if unknown
     adapters: Sequence[Adapter] = ()  # the adapters that the files can switch between
-    # input and output sizes of the layers that have room for adapters, by layer name
-    rooms: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def model(self) -> TransformersModel:
@@ -113,8 +112,9 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
                 model, facts = opened.model, ModelFacts.of(opened.model)
     opened = dataclasses.replace(opened, remarks=(*opened.remarks, *note_on_head(model, own_task, options.task)))
     modules = read_modules(source)
-    if modules is not None and modules.layers and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
-        module = SentenceModel(model, modules.layers).eval()
+    is_encoder = task == "feature-extraction" and "input_ids" in pieces[0].kwargs
+    if modules and not isinstance(modules, str) and is_encoder:
+        module = SentenceModel(model, modules).eval()
         pieces = [dataclasses.replace(piece, module=module) for piece in pieces]
     plan = FolderPlan(options, opened, source, dtype, proof, task, pieces, modules, quantization, timed=timed)
     plan = _with_encoder_text(_with_text(plan, prompts))
@@ -133,8 +133,7 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
             "adapters= needs ONNX files for onnxruntime, and a model that generates text or runs in one call; found "
             f"{found}. Merge the adapter instead: export_folder(ADAPTER, folder), where PEFT wrote the folder ADAPTER."
         )
-    read = read_adapters(model, adapters)
-    return dataclasses.replace(plan, adapters=read, rooms=rooms_of(model, read))
+    return dataclasses.replace(plan, adapters=read_adapters(model, adapters))
 
 
 def _cut(
@@ -166,7 +165,7 @@ def check_genai(model: TransformersModel, task: str) -> None:
     if task == "text-generation":
         why = None
     elif task == "image-text-to-text":
-        why = next((_OTHER_WAYS[kind] for kind in vision.VisionModules.of(model) if kind in _OTHER_WAYS), None)
+        why = next((_OTHER_WAYS[kind] for kind in vision.vision_modules(model) if kind in _OTHER_WAYS), None)
     elif task == "automatic-speech-recognition":
         fits = config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES
         only = f"the only audio model it runs is Whisper with {FRAMES} frames (max_source_positions=1500)"

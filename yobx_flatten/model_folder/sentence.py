@@ -56,13 +56,6 @@ class _Dense:
     activation_function: str = "torch.nn.modules.linear.Identity"
 
 
-@dataclasses.dataclass(frozen=True)
-class SentenceModules:
-    # the modules that compute the embedding from hidden states and a mask; empty if a module is unknown
-    layers: Sequence[torch.nn.Module]
-    why_not: str | None = None  # for the report: why the file has no embedding
-
-
 class Pooling(torch.nn.Module):
     """Pools hidden states to one vector for each text; the vectors of several ``_MODES`` are joined."""
 
@@ -119,11 +112,11 @@ class SentenceModel(torch.nn.Module):
         return {**{name: value for name, value in outputs.items() if value is not None}, EMBEDDING: vector}
 
 
-def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
-    """Read the sentence-transformers modules that follow the model of a folder; ``None`` if there are none."""
+def read_modules(folder: pathlib.Path | None) -> Sequence[torch.nn.Module] | str:
+    """Read the modules that compute the embedding from hidden states and a mask; if one is unknown, return which."""
     modules = _listed(folder)
-    if folder is None or not modules:
-        return None
+    if folder is None:
+        return ()
     layers: list[torch.nn.Module] = []
     for number, module in enumerate(modules):
         made: torch.nn.Module | str = module.type.rpartition(".")[2]
@@ -140,9 +133,9 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
         elif made == "Normalize" and number > 0:
             made = Normalize()
         if isinstance(made, str):
-            return SentenceModules((), f"{MODULES} has a module {made} at place {number + 1}")
+            return f"{MODULES} has a module {made} at place {number + 1}"
         layers.append(made)
-    return SentenceModules(layers)
+    return layers
 
 
 def pools(folder: pathlib.Path | None) -> bool:

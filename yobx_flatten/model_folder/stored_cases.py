@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -25,10 +24,6 @@ CASES = "cases"  # the subfolder of an exported folder that contains test inputs
 PROMPT = 9  # number of tokens of a prompt
 TOKENS = 40  # number of tokens generated in the stored test: with the prompt, more than a small sliding window
 SAMPLED_TOKENS = 8  # the same with `proof="sample"`, because a large model can take a second per token
-
-
-def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in leaves.items() if value is not None}
 
 
 @torch.no_grad()
@@ -102,18 +97,16 @@ def store_piece(
             outputs = piece.module(**case.kwargs) if known is None else known.outputs
             leaves = pytree.tree_leaves(clone(outputs))
             results = dict(zip(output_names(outputs, inputs), leaves, strict=True))
-        # the suffix is not .onnx, because tools search folders for models with this suffix
-        names.append(f"{below}/{piece.stem}-{number}.case")
-        save_case(work / names[-1], _without_none(inputs), _without_none(results), name=case.name)
+        names.append(store(StoredCase(inputs, results), work, f"{below}/{piece.stem}-{number}.case", case.name))
     if tokens is None:
         return names
     # the losses of a text are stored, because logits would take more space than the model
     texts = runs.texts if runs else ()
     with register_flattening_functions(patch_transformers=True):
         for number, (given, text, losses, _) in enumerate(texts or read_by_model(piece.module, piece.kwargs, tokens)):
-            names.append(f"{below}/{piece.stem}-text-{number}.case")
             inputs = dict(zip(leaf_names(given), pytree.tree_leaves(given), strict=True))
-            save_case(work / names[-1], _without_none(inputs), {**losses, "text": text}, name=f"text {number}")
+            read = StoredCase(inputs, {**losses, "text": text})
+            names.append(store(read, work, f"{below}/{piece.stem}-text-{number}.case", f"text {number}"))
     return names
 
 
@@ -133,5 +126,7 @@ def store_generation(
 
 
 def store(case: StoredCase, work: pathlib.Path, path: str, name: str) -> str:
-    save_case(work / path, case.inputs, case.outputs, name=name)
+    # the suffix of the path is not .onnx, because tools search folders for models with this suffix
+    inputs, outputs = ({n: leaf for n, leaf in one.items() if leaf is not None} for one in (case.inputs, case.outputs))
+    save_case(work / path, inputs, outputs, name=name)
     return path

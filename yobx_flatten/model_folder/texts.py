@@ -30,7 +30,6 @@ def python_text(
 ) -> torch.Tensor | None:
     """Return tokens of a text (by default, Python's source code), as int64 of shape (rows, length)."""
     # source: the folder of the tokenizer; `None` for a model that reads bytes
-    # text: by default, the source code of modules of Python
     # returns: `None` if there is no fitting tokenizer, or if there is no text or no room of 16 tokens
     config = model.config.get_text_config(decoder=True)
     room = getattr(config, "max_position_embeddings", None) or LENGTH
@@ -45,7 +44,6 @@ def python_text(
 
 def tokens_of(source: pathlib.Path | None, texts: Sequence[str], **options: Any) -> list[list[int]]:
     """Return the tokens of texts; an empty list if the folder has no tokenizer that can be read."""
-    # options: further arguments of the tokenizer
 
     def read() -> list[list[int]]:
         from transformers import ByT5Tokenizer
@@ -90,8 +88,7 @@ _SENTENCES = (
 
 
 def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
-    """Return tokens of Python's source code, int64 of (rows, length); each row has the tokenizer's special tokens."""
-    # multiple: the number of rows is a multiple of this number
+    """Return tokens of Python's source code, int64 of (multiple * n, length), with the tokenizer's special tokens."""
     # returns: `None` if there is no fitting tokenizer, or if the model has no room for 16 tokens
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
     length, text = min(_LENGTH, room - 2), python_source()  # positions of some models start at 2

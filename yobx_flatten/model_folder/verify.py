@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -24,6 +23,7 @@ from ..generate.generator import Generator, generator_for
 from ..generate.sampling import Sampling
 from ..generate.settings import SUBFOLDER, located
 from ..generate.spectrogram import speak
+from ..registry.patches import AttributePatch
 from ..runners import onnx_session
 from ..runners.adapters import ADAPTERS, Adapter, read_adapter, rooms_of_files
 from ..runners.onnx_runner import OnnxRunner
@@ -370,8 +370,9 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
     how |= {"sampling": Sampling(), "num_beams": 1, "num_return_sequences": 1}  # not the folder's defaults
     # each of the two scores may be off by the tolerance
     ties = torch.zeros_like(read) if margins is None else margins <= 2 * tolerance
+    settings = dataclasses.replace(generator.settings, other_loops=())
     if share is None:
-        with _settings(generator, other_loops=()):
+        with AttributePatch(generator, "settings", settings):
             found = generator.generate(**case.inputs, **how)
         same = torch.zeros_like(read)
         if len(found) == len(expected):
@@ -389,20 +390,11 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
         return torch.full_like(scores, -torch.inf).scatter(1, expected[:, place, None], 0.0)
 
     how["max_new_tokens"] = expected.shape[1] - start
-    with _settings(generator, processors=(*generator.settings.processors, follow), other_loops=()):
+    settings = dataclasses.replace(settings, processors=(*settings.processors, follow))
+    with AttributePatch(generator, "settings", settings):
         generator.generate(**case.inputs, **how)
     differs = (chosen != expected) & read
     free = read if margins is None else read & margins.isfinite()  # without tokens that a rule forces
     total, agreed = int(free.sum()), int((free & (~differs | ties)).sum())
     counts = int(read.sum()), int(differs.sum()), int((differs & ties).sum())
     return TokenCount(*counts, agreed / total if total else 1.0, share)
-
-
-@contextlib.contextmanager
-def _settings(generator: Generator, **changes: Any) -> Iterator[None]:
-    before = generator.settings
-    generator.settings = dataclasses.replace(before, **changes)
-    try:
-        yield
-    finally:
-        generator.settings = before

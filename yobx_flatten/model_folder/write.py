@@ -43,7 +43,7 @@ from .pieces.tasks import GENERATES, SPEAKS
 from .pieces.text import positions_of
 from .plan import FolderPlan, plan_folder
 from .sentence import copy_modules
-from .source.adapter import ADAPTER
+from .source.adapter import ADAPTER, rooms_of
 from .source.configuration import change_json, write_json
 from .source.find import FoundModel, find_model, origin_of, reader_of, require_transformers, without_peft
 from .source.gguf_file import gguf_tokenizer
@@ -150,7 +150,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     plan = plan_folder(_open(model, options), place, options)
     with scratch_for(place) as work:  # under a hidden name, until all checks pass
         made = _Made(work, adapters={adapter.name: StoredAdapter() for adapter in plan.adapters})
-        with leave_room(plan.model, plan.rooms):
+        with leave_room(plan.model, {} if adapters is None else rooms_of(plan.model, plan.adapters)):
             _write_files(plan, made)
         _write_cases(plan, made)
         _write_configuration(plan, made)
@@ -253,8 +253,8 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
 
 def _write_configuration(plan: FolderPlan, made: _Made) -> None:
     model, work, task, modules = plan.model, made.work, plan.task, plan.modules
-    if modules is not None and (modules.why_not is not None or task != "feature-extraction"):
-        why = modules.why_not or f"{task} has no hidden states among its outputs"
+    if isinstance(modules, str) or (modules and task != "feature-extraction"):
+        why = modules if isinstance(modules, str) else f"{task} has no hidden states among its outputs"
         made.first.remark(f"there is no sentence_embedding in the file: {why}. sentence-transformers computes it")
     cache = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
     if cache is not None and task in GENERATES:
@@ -262,7 +262,7 @@ def _write_configuration(plan: FolderPlan, made: _Made) -> None:
             f"generation_config.json is written without cache_implementation={cache!r}: the files keep keys and values "
             "as the model computes them, and were checked in this form"
         )
-    write_companions(work, model, plan.source, reads_bytes=plan.opened.reads_bytes)
+    write_companions(work, model, plan.source, reads_bytes=not plan.opened.no_folder)
     if not reader_of(work):
         why = plan.opened.no_folder if plan.source is None else f"{plan.source} holds none"
         made.first.remark(f"there is no tokenizer in the folder: {why}. Name a folder with its files: source=FOLDER")

@@ -6,7 +6,7 @@ import pathlib
 import platform
 import sys
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,6 @@ from ..errors import DamagedFileError, FlattenError, ForeignFileError, Untrusted
 from ..errors.failures import first_line, raised_as
 from .in_place import CheckedRunner, InPlaceCache, TensorBuffers
 from .onnx_session import in_huge_pages
-from .ports import presents_of
 from .signature import KEY, Signature
 
 IN_PLACE = "yobx_flatten.in_place"
@@ -32,17 +31,13 @@ class AOTInductorRunner(CheckedRunner):
     runtime: ClassVar[str] = "aotinductor"
 
     def __init__(self, package: Any, signature: Signature, name: str, written: Collection[str] = ()) -> None:
-        super().__init__(signature, name)
+        super().__init__(signature, name, written)
         self._package = package
-        self.in_place = {name: present for name, present in presents_of(self.slots).items() if name in written}
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         found: Sequence[torch.Tensor] = self._package.loader.run(tensors)
         # an output can be an input tensor, which the caller may change
         return [out.clone() if any(out is tensor for tensor in tensors) else out for out in found]
-
-    def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
-        return TensorBuffers(leaves, self.in_place)
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
         assert isinstance(cache, TensorBuffers)

@@ -21,7 +21,6 @@ from ..errors import DamagedFileError, FlattenError, ForeignFileError, Generatio
 from ..errors.dependencies import require
 from ..errors.failures import first_line, raised_as
 from .in_place import CheckedRunner, InPlaceCache, TensorBuffers
-from .ports import presents_of
 from .signature import KEY, Signature
 
 METHOD = "forward"
@@ -68,14 +67,11 @@ class ExecuTorchRunner(CheckedRunner):
     runtime: ClassVar[str] = "executorch"
 
     def __init__(self, program: Any, signature: Signature, name: str, rows: Rows | None = None) -> None:
-        super().__init__(signature, name)
+        super().__init__(signature, name, () if rows is None else rows.in_place)
         _OPEN.add(self)
         self._program = program  # owns the memory that the method reads
         self._method = program.load_method(METHOD)
         self._rows = rows
-        if rows is not None:
-            presents = presents_of(self.slots)
-            self.in_place = {name: presents[name] for name in rows.in_place if name in presents}
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         found: Sequence[torch.Tensor] = self._method.execute(tensors)  # copies outputs in planned memory
@@ -173,8 +169,9 @@ def open_pte(
         return ExecuTorchRunner(program, Signature(inputs, [f"{at}" for at in range(stated.num_outputs())]), path.name)
     (text,) = program.load_method(SIGNATURE).execute([])
     signature = Signature.from_json(text, str(path))
-    if ROWS not in names:
-        return ExecuTorchRunner(program, signature, path.name)
-    load_attention()
-    (text,) = program.load_method(ROWS).execute([])
-    return ExecuTorchRunner(program, signature, path.name, Rows.from_json(text, str(path)))
+    rows = None
+    if ROWS in names:
+        load_attention()
+        (text,) = program.load_method(ROWS).execute([])
+        rows = Rows.from_json(text, str(path))
+    return ExecuTorchRunner(program, signature, path.name, rows)

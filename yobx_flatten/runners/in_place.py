@@ -12,7 +12,7 @@ The last tokens of a KV cache are removed by slicing its tensors, or by restorin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy
@@ -20,7 +20,7 @@ import torch
 
 from ..errors import GenerationError, ReplayError
 from ..errors.failures import first_line, raised_as
-from .ports import CacheSlot, Port, Runner, cache_slots, from_value, is_present, split_cache, with_rows
+from .ports import CacheSlot, Port, Runner, cache_slots, from_value, is_present, presents_of, split_cache, with_rows
 from .signature import Signature
 
 
@@ -159,6 +159,21 @@ def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> d
     return {**cache, **runner.cache(cut)}
 
 
+def select_rows(runner: Runner, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+    """Return a KV cache with selected rows of the batch, as beam search needs; the number of rows may change."""
+    # cache: a result of `cache` or `step` of the runner, which the caller may not use afterwards
+    # rows: for each new row the index of an old row, int64
+    returned = cache.others if isinstance(cache, InPlaceCache) else cache
+    # onnxruntime's values become tensors and back; a counter of a program can be a Python number
+    leaves = {name: from_value(leaf) if hasattr(leaf, "element_type") else leaf for name, leaf in returned.items()}
+    selected = runner.cache({name: with_rows(leaf, rows) for name, leaf in leaves.items()})
+    if not isinstance(cache, InPlaceCache):
+        return selected
+    cache.select_rows(rows)
+    cache.update(selected)
+    return cache
+
+
 def held_before(cache: Mapping[str, Any]) -> dict[str, Any]:
     """Return the KV cache tensors to save before a call, so that :func:`rewound` can undo the call."""
     return cache.others if isinstance(cache, InPlaceCache) else dict(cache)
@@ -167,7 +182,6 @@ def held_before(cache: Mapping[str, Any]) -> dict[str, Any]:
 def rewound(cache: Mapping[str, Any], held: Mapping[str, Any], seen: int) -> dict[str, Any]:
     """Return the KV cache as it was before a call, with the tensors that :func:`held_before` returned."""
     # cache: the cache after the call, which the caller may not use afterwards
-    # seen: the number of tokens before the call
     if not isinstance(cache, InPlaceCache):
         return dict(held)
     cache.crop(seen)
@@ -179,14 +193,18 @@ class CheckedRunner:
     """Base class that checks the inputs of an exported file; each subclass runs the file with one runtime library."""
 
     runtime: ClassVar[str]
+    _reason = staticmethod(first_line)  # returns the line that names the cause of an error
 
-    def __init__(self, signature: Signature, name: str) -> None:
+    # written: names of the cache inputs that the library writes in place
+
+    def __init__(self, signature: Signature, name: str, written: Collection[str] = ()) -> None:
         self.name, self.signature = name, signature
         self.ports: Mapping[str, Port] = signature.ports
         self.outputs: Sequence[str] = signature.outputs
         self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs)
         # for each cache input that the library writes in place, the name of the output that the file would return
-        self.in_place: Mapping[str, str] = {}
+        presents = presents_of(self.slots).items()
+        self.in_place: Mapping[str, str] = {name: present for name, present in presents if name in written}
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         tensors = self.signature.bind(inputs, ReplayError, self.name)
@@ -223,13 +241,6 @@ class CheckedRunner:
         cache.update(split_cache(found, slots, cache)[1] if slots else {})
         return {name: value for name, value in found.items() if not is_present(name)}, cache
 
-    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        if not isinstance(cache, InPlaceCache):
-            return {name: with_rows(value, rows) for name, value in cache.items()}
-        cache.select_rows(rows)
-        cache.update({name: with_rows(value, rows) for name, value in cache.others.items()})
-        return cache
-
     def _called(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> dict[str, torch.Tensor]:
         """Run the file with a KV cache that is updated in place; return the other outputs by name."""
         made = [name for name in self.outputs if name not in self.in_place.values()]
@@ -237,17 +248,13 @@ class CheckedRunner:
         cache.grown(tokens)
         return found
 
-    def _reason(self, error: BaseException) -> str:
-        return first_line(error)
-
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the file on contiguous tensors in the order of its inputs; outputs share no memory with the runtime."""
         raise NotImplementedError
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
-        raise NotImplementedError
+        return TensorBuffers(leaves, self.in_place)
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
         """Run the file with a KV cache that is updated in place; ``tensors`` are all other inputs, in their order."""
-        # tokens: number of new tokens
         raise NotImplementedError

@@ -31,7 +31,6 @@ from .ports import (
     split_cache,
     to_value,
     value_type,
-    with_rows,
 )
 from .signature import KEY, Signature
 
@@ -150,16 +149,6 @@ class OnnxRunner:
             buffers.grown(new_tokens(feeds))
             following = buffers
         return {name: from_value(value) for name, value in outputs.items()}, following
-
-    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        kept = cache.presents if isinstance(cache, BufferedCache) else ()
-        others = {name: with_rows(from_value(value), rows) for name, value in cache.items() if name not in kept}
-        selected = self.cache(others)
-        if not isinstance(cache, BufferedCache):
-            return selected
-        cache.select_rows(rows)
-        cache.update(selected)
-        return cache
 
     def _call(self, values: Mapping[str, Any], buffers: BufferedCache | None = None) -> dict[str, Any]:
         binding = self._session.io_binding() if buffers is None else buffers.binding

@@ -43,8 +43,14 @@ def import_openvino(name: str = "openvino") -> Any:
         del sys.modules[sender]
 
 
+def last_line(error: BaseException) -> str:
+    """Return the last line of an OpenVINO error, which states the cause; earlier lines name OpenVINO's source files."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+
+
 class OpenVINORunner(CheckedRunner):
     runtime: ClassVar[str] = "openvino"
+    _reason = staticmethod(last_line)
 
     def __init__(self, compiled: Any, signature: Signature, name: str) -> None:
         super().__init__(signature, name)
@@ -67,9 +73,6 @@ class OpenVINORunner(CheckedRunner):
         # inputs are not copied; outputs are, since the next call writes to the same memory
         found = self._request.infer([tensor.numpy() for tensor in tensors], share_inputs=True, share_outputs=False)
         return [torch.from_numpy(found[index]) for index in range(len(self.outputs))]
-
-    def _reason(self, error: BaseException) -> str:
-        return last_line(error)
 
 
 def read_model(path: pathlib.Path) -> Any:
@@ -109,11 +112,6 @@ def open_openvino(
         limit = {} if threads is None else {"INFERENCE_NUM_THREADS": str(threads)}
         compiled = openvino.Core().compile_model(model, "CPU", {**FLOAT32, **limit})
     return OpenVINORunner(compiled, signature, path.name)
-
-
-def last_line(error: BaseException) -> str:
-    """Return the last line of an OpenVINO error, which states the cause; earlier lines name OpenVINO's source files."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 BEAMS = "beam_idx"

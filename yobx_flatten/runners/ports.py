@@ -79,17 +79,13 @@ def check_cache_outputs(
         )
 
 
-def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = "") -> list[CacheSlot]:
+def cache_slots(ports: Iterable[Port], outputs: Collection[str]) -> list[CacheSlot]:
     """Return the inputs that are KV cache tensors, each with the output that becomes this input in the next call.
 
     >>> counter = Port("past_key_values.length", (), torch.int64)
-    >>> cache_slots([Port("input_ids", (None, None), torch.int64), counter], ["logits", "present.length"], "model.onnx")
+    >>> cache_slots([Port("input_ids", (None, None), torch.int64), counter], ["logits", "present.length"])
     [CacheSlot(port=Port(name='past_key_values.length', shape=(), dtype=torch.int64), present='present.length')]
     """
-    # where: name of a file that is called in a loop, whose outputs are checked; by default nothing is checked
-    ports = list(ports)
-    if where:
-        check_cache_outputs([port.name for port in ports], outputs, where)
     presents = [(port, present_of(port.name)) for port in ports]
     grown = [(port, present) for port, present in presents if present is not None]
     return [CacheSlot(port, present if present in outputs else None) for port, present in grown]
@@ -160,10 +156,6 @@ class Runner(Protocol):
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         # last_scores: whether the caller needs the scores of the last token only; some files then take less time
         ...
-
-    # cache: a result of `cache` or `step`, which the caller may not use afterwards
-    # rows: for each new row the index of an old row, int64, as beam search needs; the number of rows may change
-    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]: ...
 
 
 # Map element types between torch, NumPy and ONNX.

@@ -19,7 +19,7 @@ from ..errors.dependencies import is_installed
 from ..errors.failures import first_line, raised_as
 from ..trace.program import arguments_of, traced_inputs
 from ..trees.walk import leaf_names, output_names
-from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
+from .ports import CacheSlot, Port, cache_slots, split_cache
 
 
 def open_program(
@@ -122,9 +122,6 @@ class ProgramRunner:
         except (RuntimeError, AssertionError, ValueError, IndexError) as error:  # a guard, or an operator
             raise GenerationError(f"{self.name} stopped: {first_line(error)}") from error
         return split_cache(found, self.slots, cache)
-
-    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        return {name: with_rows(value, rows) for name, value in cache.items()}
 
     def _call(self, values: Mapping[str, Any]) -> dict[str, Any]:
         ports, constants = self._interface

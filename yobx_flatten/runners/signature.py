@@ -88,30 +88,26 @@ class Signature:
         for name, _, sizes in self.inputs:
             if len(sizes) != len(shapes[name]):
                 raise failure(f"{where} takes {name} with {len(sizes)} axes, found the shape {shapes[name]}.")
-        pairs = [(name, zip(sizes, shapes[name], strict=True)) for name, _, sizes in self.inputs]
-        places = [(name, axis, size, given) for name, both in pairs for axis, (size, given) in enumerate(both)]
-        bound: dict[str, int] = {}
-        for name, axis, size, given in places:
-            alone = _alone(size)
-            if alone is not None and alone not in bound:
-                bound[alone] = given
-                least, most = self.smallest.get(alone, given), self.largest.get(alone, given)
-                if not least <= given <= most:
-                    bound_by = f"at most {most}" if given > most else f"{least} or more"
-                    remedy = " Export the model with another bound." if (given, least) != (0, 1) else ""
-                    raise failure(
-                        f"{name} has size {given} in axis {axis}, but {where} was made for {bound_by}.{remedy}"
-                    )
-        for name, axis, size, given in places:
-            expected = size if isinstance(size, int) else None
-            if isinstance(size, Mapping) and {*size} <= {"", *bound}:
-                expected = sum(factor * (bound[part] if part else 1) for part, factor in size.items())
-            if expected is not None and expected != given:
-                why = "" if isinstance(size, int) else ", since it depends on the sizes of other inputs"
-                raise failure(f"{name} has size {given} in axis {axis}, and {where} takes {expected} there{why}.")
+        places = place_of_sizes(self)
+        bound = {size: shapes[name][axis] for size, (name, axis) in places.items()}
+        for alone, (name, axis) in places.items():
+            given = bound[alone]
+            least, most = self.smallest.get(alone, given), self.largest.get(alone, given)
+            if not least <= given <= most:
+                bound_by = f"at most {most}" if given > most else f"{least} or more"
+                remedy = " Export the model with another bound." if (given, least) != (0, 1) else ""
+                raise failure(f"{name} has size {given} in axis {axis}, but {where} was made for {bound_by}.{remedy}")
+        for name, _, sizes in self.inputs:
+            for axis, (size, given) in enumerate(zip(sizes, shapes[name], strict=True)):
+                expected = size if isinstance(size, int) else None
+                if isinstance(size, Mapping) and {*size} <= {"", *bound}:
+                    expected = sum(factor * (bound[part] if part else 1) for part, factor in size.items())
+                if expected is not None and expected != given:
+                    why = "" if isinstance(size, int) else ", since it depends on the sizes of other inputs"
+                    raise failure(f"{name} has size {given} in axis {axis}, and {where} takes {expected} there{why}.")
         for relation in self.relations:
             if names_in(relation) <= bound.keys() and not holds(relation, bound):
-                shown = {size: f"{name}.shape[{axis}]" for size, (name, axis) in place_of_sizes(self).items()}
+                shown = {size: f"{name}.shape[{axis}]" for size, (name, axis) in places.items()}
                 stated = format_expression(relation, shown)
                 raise failure(f"{MISFIT}: {where} needs {stated}, but found {format_expression(relation, bound)}.")
         for name, most in self.kept.items():

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from yobx_flatten import DecodeSizes, decode_inputs, open_generator
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.huggingface.cache_names import cache_of
-from yobx_flatten.runners.in_place import cache_tensors, cropped
+from yobx_flatten.runners.in_place import cache_tensors, cropped, select_rows
 from yobx_flatten.runners.open import open_runner
 
 __all__ = ["LEAVES", "SIZES", "WritesInPlace", "WritesIntoBuffers", "padded_prompt", "small_llama", "small_mistral"]
@@ -89,8 +89,8 @@ class WritesInPlace:
             seen += new
         assert {tuple(leaf.shape) for leaf in cache_tensors(cache).values()} == {(2, 2, count, 16)}
         cache = cropped(runner, cache, count, count - 2)
-        cache = runner.select_rows(cache, torch.tensor([1, 0]))
-        cache = runner.select_rows(cache, torch.tensor([0, 1, 0]))
+        cache = select_rows(runner, cache, torch.tensor([1, 0]))
+        cache = select_rows(runner, cache, torch.tensor([0, 1, 0]))
         new = torch.tensor([[9], [10], [11]])
         found, cache = runner.step(_feeds(new, count - 2), cache)
         with torch.no_grad():

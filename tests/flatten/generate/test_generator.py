@@ -35,7 +35,7 @@ from yobx_flatten.generate.settings import find_parts
 from yobx_flatten.generate.steps import Parts, Steps
 from yobx_flatten.huggingface.decoders import rereads_at_switch, switch_of
 from yobx_flatten.model_folder.manifest import read_manifest
-from yobx_flatten.runners.ports import Port, cache_slots, present_of
+from yobx_flatten.runners.ports import Port, cache_slots, check_cache_outputs, present_of
 
 pytestmark = pytest.mark.slow
 
@@ -330,13 +330,13 @@ CROSS = Port("past_key_values.0.encoder.key", (None, 2, None, 8), torch.float32)
 
 
 def test_ports_that_a_loop_cannot_feed_are_refused():
-    slots = cache_slots([KEY, CROSS], ["logits", "present.0.key"], "model.onnx")
+    slots = cache_slots([KEY, CROSS], ["logits", "present.0.key"])
     assert [slot.present for slot in slots] == ["present.0.key", None]
     with pytest.raises(GenerationError, match=r"model\.onnx takes past_key_values\.length and does not return present"):
-        cache_slots([KEY, LENGTH], ["logits", "present.0.key"], "model.onnx")
+        check_cache_outputs([KEY.name, LENGTH.name], ["logits", "present.0.key"], "model.onnx")
     other = Port("past_key_values.0.memory", (None, 4, 8), torch.float32)
     with pytest.raises(GenerationError, match=r"memory has no value before the first token(.|\n)*prefill="):
-        empty_cache(cache_slots([other], [present_of(other.name)], "model.onnx"), 1)
+        empty_cache(cache_slots([other], [present_of(other.name)]), 1)
     ports = {"input_ids": Port("input_ids", (None,), None), "attention_mask": Port("attention_mask", (), torch.int64)}
     with pytest.raises(GenerationError, match=r"m\.onnx has inputs input_ids of strings"):
         check_ports(ports, ["input_ids", "attention_mask"], "m.onnx")

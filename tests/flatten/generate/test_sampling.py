@@ -24,7 +24,7 @@ from yobx_flatten.errors import GenerationError, InvalidArgumentError
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.settings import read_settings, settings_of
 from yobx_flatten.generate.steps import Parts
-from yobx_flatten.runners.ports import Port, cache_slots, present_of, with_rows
+from yobx_flatten.runners.ports import Port, cache_slots, present_of
 
 SMALL = {**SIZES, "vocab_size": 96, "num_key_value_heads": 2, "initializer_range": 0.5}
 PROMPT = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
@@ -43,7 +43,7 @@ class EagerRunner:
         names = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
         ports = [Port(name, (None, heads, None, size), torch.float32) for name in names]
         self.outputs = ("logits", *map(present_of, names))
-        self.slots = cache_slots(ports, self.outputs, self.name)
+        self.slots = cache_slots(ports, self.outputs)
         tokens = {name: Port(name, (None, None), torch.int64) for name in ("input_ids", "attention_mask")}
         self.ports = {**tokens, **{slot.port.name: slot.port for slot in self.slots}}
 
@@ -57,9 +57,6 @@ class EagerRunner:
         found = self.model(**feeds, **{WORD: past})
         leaves = [leaf for layer in cache_of(found).layers for leaf in (layer.keys, layer.values)]
         return {"logits": found.logits}, dict(zip(cache, leaves, strict=True))
-
-    def select_rows(self, cache, rows):
-        return {name: with_rows(value, rows) for name, value in cache.items()}
 
 
 def _pair(config=None, **entries):

@@ -247,7 +247,7 @@ def test_the_library_compressed_tensors_packs_as_is_read(bits):
     from yobx_flatten.model_folder.source.packed_weights import _compressed as reader
 
     packing = reader(_stated("compressed-tensors", bits))
-    assert torch.equal(packing.unpack(parts, bits), expected.float())
+    assert torch.equal(packing.unpack(parts), expected.float())
 
 
 PROMPTS = ["def heappush(heap, item):", "for index in range(len(values)):", "import statistics"]

@@ -94,8 +94,8 @@ def test_the_file_returns_the_embedding_and_the_folders_are_copied(tmp_path):
 )
 def test_a_module_that_is_not_known_is_named(tmp_path, kinds, contents, why):
     found = read_modules(write_modules(tmp_path / "st", kinds, **dict.fromkeys(kinds, contents)))
-    assert not found.layers
-    assert why in found.why_not
+    assert isinstance(found, str)
+    assert why in found
 
 
 def test_modules_lead_to_no_other_folder(tmp_path):

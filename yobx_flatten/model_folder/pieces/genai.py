@@ -143,6 +143,5 @@ def genai_sound_pieces(model: TransformersModel, split: text.Split = text.EVERY)
             own = [{**layer, **made} for layer, made in zip(layers, begun["present"], strict=True)]
         return read, {"input_ids": text.random_tokens(model, (batch, new)), "cache": own}
 
-    sizes = split.named(("batch", "past", "new"), (1, 0, 4), (3, 4, 1))
-    others = {name: calls(*size) for name, size in sizes.items()}
+    others = split.named(("batch", "past", "new"), calls, (1, 0, 4), (3, 4, 1))
     return text.pieces_of_calls({"encoder": encoder, "decoder": decoder}, calls(split.rows or 2, 5, 3), others, {})

@@ -139,10 +139,9 @@ def spoken_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
         }
         return read, step, {"frames": random_values(model, (batch, past + 2, config.num_mel_bins))}
 
-    sizes = split.named(("batch", "source", "frames"), (1, 9, 0), (3, 5, 4))
     with undisturbed(model=model):
         example = calls(split.rows or 2, 7, 5)
-        others = {name: calls(*size) for name, size in sizes.items()}
+        others = split.named(("batch", "source", "frames"), calls, (1, 9, 0), (3, 5, 4))
     modules = {"encoder_model": encoder, "frame_decoder": decoder, "postnet": postnet}
     shapes: dict[str, dict[str, Any]] = {
         "frame_decoder": {"frame": {0: Dim.AUTO}, "speaker_embeddings": {0: Dim.AUTO}, "dropout_masks": {}},

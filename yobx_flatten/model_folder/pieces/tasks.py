@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -34,9 +35,8 @@ def plain_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
             "Export the model with your own inputs:\n    export_onnx(model, kwargs=inputs, path=...)"
         )
     unit, (length, one, other) = _INPUTS[reads]
-    sizes = split.named(("batch", unit) if unit else ("batch",), (1, one), (3, other))
-    cases = [Case(name, (), _inputs(model, reads, *size)) for name, size in sizes.items()]
-    return [_piece(model, _inputs(model, reads, split.rows or 2, length), cases)]
+    make, words = functools.partial(_inputs, model, reads), ("batch", unit) if unit else ("batch",)
+    return [_piece(model, make(split.rows or 2, length), split.named(words, make, (1, one), (3, other)))]
 
 
 def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
@@ -44,9 +44,8 @@ def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
         flat = _tokens(model.base_model, batch * choices, length)  # the base model takes rows, not choices
         return {name: value.unflatten(0, (batch, choices)) for name, value in flat.items()}
 
-    sizes = split.named(("batch", "choices", "length"), (1, 2, 5), (3, 4, 11))
-    cases = [Case(name, (), made(*size)) for name, size in sizes.items()]
-    return [_piece(model, made(split.rows or 2, 3, 7), cases)]
+    others = split.named(("batch", "choices", "length"), made, (1, 2, 5), (3, 4, 11))
+    return [_piece(model, made(split.rows or 2, 3, 7), others)]
 
 
 def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
@@ -63,16 +62,19 @@ def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Pie
         masks = {"attention_mask": mask} if "attention_mask" in inspect.signature(model.forward).parameters else {}
         return {"input_ids": ids, "pixel_values": pixels, **masks}
 
-    cases = [
-        Case(f"texts {rows or texts}, pictures {rows or pictures}, length {length}", (), made(texts, pictures, length))
+    others = {
+        f"texts {rows or texts}, pictures {rows or pictures}, length {length}": made(texts, pictures, length)
         for texts, pictures, length in ((1, 2, 5), (5, 1, 11))
-    ]
-    return [_piece(model, made(3, 2, 7), cases)]
+    }
+    return [_piece(model, made(3, 2, 7), others)]
 
 
 @torch.no_grad()
-def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
+def _piece(
+    model: TransformersModel, example: dict[str, torch.Tensor], others: Mapping[str, dict[str, torch.Tensor]]
+) -> Piece:
     """Describe the only file of a model without a generation loop; picture sizes are fixed if they cannot vary."""
+    # others: inputs of the test cases, by name
     # the file can be compared with the model only if outputs do not depend on torch's seed
     with undisturbed(seed=0, model=model):
         before = torch.get_rng_state()
@@ -97,6 +99,7 @@ def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: li
         )
     pictures = {"pixel_values": {0: Dim.AUTO}}
     narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
+    cases = [Case(name, (), given) for name, given in others.items()]
     return Piece("model", model, example, cases, narrower=narrower, remarks=text.note_on_other_inputs(model, example))
 
 
@@ -215,13 +218,8 @@ _FOR_GENAI: Mapping[Cut, Cut] = {
     vision_language_pieces: genai_picture_pieces,
 }
 
-GENERATES = (
-    "text-generation",
-    "text2text-generation",
-    "automatic-speech-recognition",
-    "image-to-text",
-    "image-text-to-text",
-)
+_WRITES_TOKENS = (decoder_pieces, encoder_decoder_pieces, vision_language_pieces)
+GENERATES = tuple(task for task, cut in TASKS.items() if cut in _WRITES_TOKENS)
 SPEAKS = ("text-to-audio", "audio-to-audio")
 # task of an encoder-decoder model by its main input
 _BY_INPUT = {

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.export import Dim
@@ -29,6 +29,8 @@ from ...huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keep
 from ...huggingface.decoders import pair_of
 from ...registry.recipe.aliases import PlainCache, TransformersCache, TransformersModel
 from ...trees.shapes import dynamic_shapes
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +56,11 @@ class Split:
     word_times: bool = False  # whether a Whisper decoder returns the attention weights for word times
     for_genai: bool = False  # whether to make the files for onnxruntime-genai, see `genai`
 
-    def named(self, words: Sequence[str], *sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of test cases by a name like ``batch 3, past 4``; the batch size is ``self.rows`` if set."""
+    def named(self, words: Sequence[str], make: Callable[..., T], *sizes: tuple[int, ...]) -> dict[str, T]:
+        """Make the inputs of test cases, by a name like ``batch 3, past 4``; the batch size is ``self.rows`` if set."""
         found = [(self.rows or rows, *others) for rows, *others in sizes]
-        return {", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)): one for one in found}
+        names = [", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)) for one in found]
+        return {name: make(*one) for name, one in zip(names, found, strict=True)}
 
 
 EVERY = Split()  # files for all batch sizes, with all test inputs
@@ -244,7 +247,6 @@ def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> li
         return read, begun, gone_on
 
     modules = {"encoder_model": encoder, "decoder_model": first, "decoder_with_past_model": following}
-    sizes = split.named(("batch", "source", "past", "new"), (1, 9, 1, 1), (3, 5, 4, 1))
     # all sizes and their sum differ, because a trace would fix the result of a comparison of two sizes
     new, call = 3, calls(split.rows or 2, 7, 5, 3)[2]
     try:
@@ -252,7 +254,8 @@ def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> li
             following(**call)
     except (AssertionError, ValueError, IndexError, RuntimeError):  # ProphetNet refuses several new tokens
         new = 1
-    example, others = calls(split.rows or 2, 7, 5, new), {name: calls(*size) for name, size in sizes.items()}
+    example = calls(split.rows or 2, 7, 5, new)
+    others = split.named(("batch", "source", "past", "new"), calls, (1, 9, 1, 1), (3, 5, 4, 1))
     shapes: dict[str, dict[str, Any]] = {"decoder_with_past_model": {"input_ids": {0: Dim.AUTO}} if new == 1 else {}}
     if reads == "pixel_values":  # pictures have the size in the configuration
         shapes["encoder_model"] = {"pixel_values": {0: Dim.AUTO}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.export import Dim
@@ -127,7 +127,8 @@ class NestedVisionEncoder(torch.nn.Module):
         return {"image_features": self.connector(seen)}
 
     @torch.no_grad()
-    def check(self, model: TransformersModel, picture: torch.Tensor) -> None:
+    def check(self, model: TransformersModel) -> None:
+        picture = images_for(model, 1)
         found = model.get_image_features(picture[None])
         features = torch.cat(tuple(getattr(found, "pooler_output", found))).flatten(0, -2)
         if not compare(features, self(picture)["image_features"].flatten(0, -2), "sums"):
@@ -179,7 +180,7 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
     side, tiles = config.vision_config.image_size, Tiles(config.to_dict())
     # not square, so that the padding of the shorter side is tested
     size = torch.tensor([[side // 2 + 1, 2 * side - 1] if number % 2 == 0 else [2 * side - 1, side // 2 + 1]])
-    shape = (1, tiles.count(size), config.vision_config.num_channels, side, side)
+    shape = (1, sum(tiles.counts(size, None)), config.vision_config.num_channels, side, side)
     return {"pixel_values": random_values(model, shape, number), "image_sizes": size}
 
 
@@ -334,25 +335,19 @@ class VisionEncoder(torch.nn.Module):
         return {"image_features": torch.stack(tuple(found)) if isinstance(found, (tuple, list)) else found}
 
 
-class VisionModules(NamedTuple):
-    """The two modules, defined in this file, that export a model's vision encoder and its decoder."""
-
-    encoder: type[torch.nn.Module]
-    decoder: type[torch.nn.Module]
-
-    @classmethod
-    def of(cls, model: TransformersModel) -> VisionModules:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        encoder: type[torch.nn.Module] = VisionEncoder
-        if GridVisionEncoder.fits(model):
-            encoder = GridVisionEncoder
-        elif kind in TILED and hasattr(model, "model"):
-            encoder = TiledVisionEncoder
-        elif NestedVisionEncoder.fits(model):
-            encoder = NestedVisionEncoder
-        if kind in ("gemma3", "paligemma"):
-            return cls(encoder, BlockwiseDecoder)
-        return cls(encoder, DeepstackDecoder if DeepstackDecoder.fits(model) else TextDecoder)
+def vision_modules(model: TransformersModel) -> tuple[type[torch.nn.Module], type[torch.nn.Module]]:
+    """Return the classes of this file that export a model's vision encoder and its decoder."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    encoder: type[torch.nn.Module] = VisionEncoder
+    if GridVisionEncoder.fits(model):
+        encoder = GridVisionEncoder
+    elif kind in TILED and hasattr(model, "model"):
+        encoder = TiledVisionEncoder
+    elif NestedVisionEncoder.fits(model):
+        encoder = NestedVisionEncoder
+    if kind in ("gemma3", "paligemma"):
+        return encoder, BlockwiseDecoder
+    return encoder, DeepstackDecoder if DeepstackDecoder.fits(model) else TextDecoder
 
 
 class Embedding(torch.nn.Module):
@@ -365,10 +360,10 @@ class Embedding(torch.nn.Module):
 
 
 def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    modules, rows = VisionModules.of(model), split.rows
+    (encoder_kind, decoder_kind), rows = vision_modules(model), split.rows
     takes = inspect.signature(model.forward).parameters
     types = next((name for name in takes if name.endswith("token_type_ids")), None)
-    if types is not None and modules.encoder is not GridVisionEncoder and modules.decoder is not BlockwiseDecoder:
+    if types is not None and encoder_kind is not GridVisionEncoder and decoder_kind is not BlockwiseDecoder:
         raise GenerationError(
             f"{type(model).__qualname__} needs {types} to mark image tokens, but exported vision-language files "
             f"have no input {types}."
@@ -376,7 +371,7 @@ def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> li
     if language_model_of(model) is None:
         name = type(model).__qualname__
         raise GenerationError(f"{name} has no model.language_model to export separately. {_OTHER_WAYS}")
-    decoder: Any = modules.decoder(model)
+    decoder: Any = decoder_kind(model)
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 8
 
     @torch.no_grad()
@@ -385,7 +380,7 @@ def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> li
         mask = torch.ones(batch, past + new, dtype=torch.int64)
         mask[0, :padding] = 0
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        if modules.encoder is GridVisionEncoder:
+        if encoder_kind is GridVisionEncoder:
             positions = torch.stack([positions, positions + 1, positions + 3])  # time, height and width differ
         first, more = {}, {}
         if isinstance(decoder, BlockwiseDecoder):
@@ -406,14 +401,14 @@ def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> li
     tokens = {length: {"input_ids": random_tokens(model, (rows or 3, length))} for length in (1, 6)}
     lengths = [Case(f"length {length}", (), given) for length, given in tokens.items()]
     pasts = (3, window + 3) if window <= 512 else (3, 11)
-    sizes = split.named(("batch", "past"), (3, pasts[0], 1, 2), (1, pasts[1], 1, 2))
-    cases = [Case(name, (), decode(*size)) for name, size in sizes.items()]
+    made = split.named(("batch", "past"), decode, (3, pasts[0], 1, 2), (1, pasts[1], 1, 2))
+    cases = [Case(name, (), given) for name, given in made.items()]
     example = decode(rows or 2, 5, 3, 0)
     shapes: Any = "auto"
     if "deepstack_embeds" in example:  # the number of layers and their width do not vary
         shapes = dynamic_shapes(example, {"deepstack_embeds": {0: Dim.AUTO, 1: Dim.AUTO}})
     return [
-        _vision_piece(model, modules.encoder),
+        _vision_piece(model, encoder_kind),
         Piece("embed_tokens", Embedding(model), {"input_ids": random_tokens(model, (rows or 2, 4))}, lengths),
         Piece("decoder_model_merged", decoder, example, cases, shapes),
     ]
@@ -425,41 +420,34 @@ def _vision_piece(model: TransformersModel, kind: type[torch.nn.Module]) -> Piec
         cases = [Case(name, (), given) for name, given in grids.items()]
         shapes: Any = {"pixel_values": {0: Dim.AUTO}, "image_grid_thw": {}}
         return Piece("vision_encoder", kind(model), grid_image(model, 2, 3), cases, shapes, has_rows=False)
+    encoder = kind(model)
+    if isinstance(encoder, TiledVisionEncoder | NestedVisionEncoder):
+        encoder.check(model)
     if kind is TiledVisionEncoder:
         (tiles,) = tiled_image(model)["pixel_values"]
         counts = {1: tiles[:1], 5: torch.cat([tiles, tiles])[:5]}
         cases = [Case(f"{count} tiles", (), {"pixel_values": given}) for count, given in counts.items()]
         shapes = {"pixel_values": {0: Dim.AUTO}}
-        return Piece("vision_encoder", vision_encoder(model), {"pixel_values": tiles}, cases, shapes, has_rows=False)
+        return Piece("vision_encoder", encoder, {"pixel_values": tiles}, cases, shapes, has_rows=False)
     images = [{"pixel_values": image[None]} for image in images_for(model, 3)]
     cases = [Case(f"image {number}", (), given) for number, given in enumerate(images[1:], 2)]
-    return Piece("vision_encoder", vision_encoder(model), images[0], cases, dynamic_shapes=None)
-
-
-def vision_encoder(model: TransformersModel) -> torch.nn.Module:
-    """Return the module that encodes pictures; if it encodes tiles or is for SmolVLM, compare it with the model."""
-    encoder = VisionModules.of(model).encoder(model)
-    if isinstance(encoder, TiledVisionEncoder):
-        encoder.check(model)
-    elif isinstance(encoder, NestedVisionEncoder):
-        encoder.check(model, images_for(model, 1))
-    return encoder
+    return Piece("vision_encoder", encoder, images[0], cases, dynamic_shapes=None)
 
 
 def with_pictures(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Insert one picture into each prompt of the batch, between its padding and its text."""
-    modules, count = VisionModules.of(model), len(inputs["input_ids"])
-    if modules.encoder is GridVisionEncoder:
+    (encoder_kind, decoder_kind), count = vision_modules(model), len(inputs["input_ids"])
+    if encoder_kind is GridVisionEncoder:
         # wide and high pictures alternate
         made = [grid_image(model, *((2, 3), (3, 2))[row % 2]) for row in range(count)]
         places = 6
-    elif modules.encoder is TiledVisionEncoder:
+    elif encoder_kind is TiledVisionEncoder:
         made = [tiled_image(model) for _ in range(count)]
         places = len(torch.cat(tuple(model.get_image_features(**made[0], return_dict=True).pooler_output)))
     else:
         images = images_for(model, count)[:, None]
-        places = modules.encoder(model)(images[0])["image_features"].shape[-2]
-        made = [{"pixel_values": image[None] if modules.encoder is NestedVisionEncoder else image} for image in images]
+        places = encoder_kind(model)(images[0])["image_features"].shape[-2]
+        made = [{"pixel_values": image[None] if encoder_kind is NestedVisionEncoder else image} for image in images]
     pictures = {name: torch.cat([picture[name] for picture in made]) for name in made[0]}
     token = image_token_of(model)
     rows, masks = [], []
@@ -467,9 +455,9 @@ def with_pictures(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) 
         rows.append(torch.cat([row[~kept], row.new_full((places,), token), row[kept]]))
         masks.append(torch.cat([torch.zeros_like(row[~kept]), torch.ones(places + int(kept.sum()), dtype=row.dtype)]))
     found = torch.stack(rows)
-    if modules.encoder is GridVisionEncoder:
+    if encoder_kind is GridVisionEncoder:
         pictures["mm_token_type_ids"] = torch.eq(found, token).long()
-    elif modules.decoder is BlockwiseDecoder:
+    elif decoder_kind is BlockwiseDecoder:
         pictures["token_type_ids"] = settings_of(model.config.to_dict(), {}).token_types(found)
     return {"input_ids": found, "attention_mask": torch.stack(masks), **pictures}
 

@@ -7,7 +7,7 @@ import functools
 import pathlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
     return found
 
 
-def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tuple[int, int]]:
+def rooms_of(model: TransformersModel, adapters: Sequence[Adapter]) -> dict[str, tuple[int, int]]:
     """Return sizes (in, out) of the layers that ``adapters`` change; if empty, of linear layers except the head."""
     if not adapters:
         from transformers.pytorch_utils import Conv1D

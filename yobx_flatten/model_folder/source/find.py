@@ -185,7 +185,6 @@ def find_model(
     source: str, *, weights: bool = True, trust_remote_code: bool = False, of_adapter: str = ""
 ) -> FoundModel:
     """Find a model by its name (``MODEL_NAMES`` lists all forms), without loading its weights."""
-    # trust_remote_code: whether Python files in the folder may run
     # of_adapter: the adapter whose base model is searched; the adapter in a PEFT folder is merged into its base model
     require_transformers("a model")
     path = pathlib.Path(source)
@@ -357,7 +356,6 @@ def _growth(part: Any) -> float:
 
 def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
     """Return the tokenizer in a folder; Python code in the folder never runs."""
-    # options: further arguments of `from_pretrained`
     import transformers
 
     if folder.is_file():

@@ -37,8 +37,7 @@ class OpenedModel:
     is_streamed: bool = False  # whether the weights of a layer are read when the layer is called
     remarks: tuple[str, ...] = ()  # notes for the report
     found: FoundModel | None = None  # for a streamed model, the source from which it can be loaded as a whole
-    reads_bytes: bool = False  # whether the weights are random, and there is no folder with a tokenizer
-    no_folder: str = ""  # why the folder of a loaded model is unknown
+    no_folder: str = ""  # why the folder of a loaded model is unknown; empty for a model given by name
     has_integers: bool = False  # whether the weights were computed from stored integers
 
     def as_a_whole(self, reason: str) -> OpenedModel:
@@ -74,9 +73,8 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
                 f"weights='stream' reads safetensors files, and {found.name} has no complete set of them."
             )
         model, noted = found.load_with_remarks(dtype=dtype)
-        random = found.reader_folder is None
         integers = (found.gguf is not None or is_packed) and holds_integers(model)
-        return OpenedModel(model, found.reader_folder, remarks=noted, reads_bytes=random, has_integers=integers)
+        return OpenedModel(model, found.reader_folder, remarks=noted, has_integers=integers)
     size, free = checkpoint.bytes_as(wanted), memory_available()
     remarks: tuple[str, ...] = ()
     if weights == "stream" or (weights == "auto" and to == "onnx" and _PART * size > free and found.adapter is None):

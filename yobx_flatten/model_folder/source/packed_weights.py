@@ -23,9 +23,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Packing(NamedTuple):
-    bits: int  # bits of an integer
     names: tuple[str, ...]  # name endings of the tensors of one weight; every weight has the first tensor
-    unpack: Callable[[Tensors, int], torch.Tensor]  # computes a weight from these tensors and the bits
+    unpack: Callable[[Tensors], torch.Tensor]  # computes a weight from these tensors
 
 
 def packing_of(config: Any, name: str) -> Packing | None:
@@ -62,7 +61,7 @@ def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tenso
         layer = key.removesuffix(main)
         parts = {part: held.pop(f"{layer}.{part}") for part in packing.names if f"{layer}.{part}" in held}
         with damage_as(ModelSourceError, f"{layer} of {name}"):
-            found[f"{layer}.weight"] = packing.unpack(parts, packing.bits)
+            found[f"{layer}.weight"] = packing.unpack(parts)
     if not found:
         raise ModelSourceError(f"{name} should be quantized (config.json), but contains no {packing.names[0]}.")
     return {**held, **found}
@@ -83,7 +82,7 @@ def _gptq(stated: Mapping[str, Any]) -> Packing | str:
         return f" in {bits} bits ({form})"
     added = 1 if form == "gptq" else 0  # this format stores zero points minus one
 
-    def unpack(parts: Tensors, bits: int) -> torch.Tensor:
+    def unpack(parts: Tensors) -> torch.Tensor:
         numbers = _fields(parts["qweight"], bits).transpose(1, 2).flatten(0, 1)  # packed along the inputs
         zeros, scales = _fields(parts["qzeros"], bits).flatten(1), parts["scales"].float()
         if added and bool((zeros == 2**bits - 1).any()):  # libraries disagree on the overflow
@@ -92,7 +91,7 @@ def _gptq(stated: Mapping[str, Any]) -> Packing | str:
         each = parts.get("g_idx", torch.arange(len(numbers)) // -(-len(numbers) // groups)).long()
         return ((numbers - zeros[each] - added) * scales[each]).T.contiguous()
 
-    return Packing(bits, ("qweight", "qzeros", "scales", "g_idx"), unpack)
+    return Packing(("qweight", "qzeros", "scales", "g_idx"), unpack)
 
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # in which AWQ packs eight columns into one integer, for its kernels
@@ -103,26 +102,27 @@ def _awq(stated: Mapping[str, Any]) -> Packing | str:
     if bits != 4 or form.rpartition(".")[2] != "gemm":
         return f" in {bits} bits ({form})"
 
-    def unpack(parts: Tensors, bits: int) -> torch.Tensor:
-        numbers, zeros = (_fields(parts[name], bits)[..., _AWQ_ORDER].flatten(1) for name in ("qweight", "qzeros"))
+    def unpack(parts: Tensors) -> torch.Tensor:
+        numbers, zeros = (_fields(parts[name], 4)[..., _AWQ_ORDER].flatten(1) for name in ("qweight", "qzeros"))
         scales = parts["scales"].float()
         each = torch.arange(len(numbers)) // (len(numbers) // len(scales))
         return ((numbers - zeros[each]) * scales[each]).T.contiguous()
 
-    return Packing(4, ("qweight", "qzeros", "scales"), unpack)
+    return Packing(("qweight", "qzeros", "scales"), unpack)
 
 
 def _compressed(stated: Mapping[str, Any]) -> Packing | str:
     form, groups = stated.get("format"), stated.get("config_groups") or {}
     kinds = [group.get("weights") or {} for group in groups.values()]
-    bits = {kind.get("num_bits") for kind in kinds}
+    widths = {kind.get("num_bits") for kind in kinds}
     rounded = any(group.get("input_activations") or group.get("output_activations") for group in groups.values())
-    if form != "pack-quantized" or bits not in ({4}, {8}) or any(kind.get("type") != "int" for kind in kinds):
+    if form != "pack-quantized" or widths not in ({4}, {8}) or any(kind.get("type") != "int" for kind in kinds):
         return f" ({form})"
     if rounded:
         return f" ({form}, with quantized activations)"
+    (bits,) = widths
 
-    def unpack(parts: Tensors, bits: int) -> torch.Tensor:
+    def unpack(parts: Tensors) -> torch.Tensor:
         rows, columns = parts["weight_shape"].tolist()
         scales, half = parts["weight_scale"].float(), 2 ** (bits - 1)
         numbers = _fields(parts["weight_packed"], bits).flatten(1)[:, :columns]
@@ -133,7 +133,7 @@ def _compressed(stated: Mapping[str, Any]) -> Packing | str:
         return (numbers - zeros[:, each]) * scales[:, each]
 
     names = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"
-    return Packing(next(iter(bits)), names, unpack)
+    return Packing(names, unpack)
 
 
 # torchao configurations that leave activations unquantized, and those with one configuration per layer name
@@ -145,7 +145,7 @@ def _torchao(stated: Mapping[str, Any]) -> Packing | str:
     if others or not list(_configs(stated.get("quant_type"))):
         return f" ({', '.join(others) or 'in a form that its configuration does not name'})"
 
-    def unpack(parts: Tensors, bits: int) -> torch.Tensor:
+    def unpack(parts: Tensors) -> torch.Tensor:
         numbers, scales = parts["_weight_qdata"], parts["_weight_scale"].float()
         if numbers.dtype is not torch.int8 or scales.dim() != 2 or numbers.shape[1] % scales.shape[1]:
             raise TypeError(f"expected int8 with block scales, found {numbers.dtype} of shape {tuple(numbers.shape)}")
@@ -154,7 +154,7 @@ def _torchao(stated: Mapping[str, Any]) -> Packing | str:
         weights: torch.Tensor = ((blocks - zeros.float()[..., None]) * scales[..., None]).flatten(1)
         return weights
 
-    return Packing(8, ("_weight_qdata", "_weight_scale", "_weight_zero_point"), unpack)
+    return Packing(("_weight_qdata", "_weight_scale", "_weight_zero_point"), unpack)
 
 
 def _configs(stated: Any) -> Iterator[str]:

@@ -57,7 +57,7 @@ _TRAINERS = ("RoundPipeSeq2SeqTrainer", "RoundPipeTrainer")
 
 
 def _trainer(name: str) -> type:
-    from yobx_flatten.errors.dependencies import require
+    from yobx_flatten.errors import require
 
     require("transformers", "accelerate", purpose=name, extra="transformers,train")
     from .huggingface.trainer import classes as trainer

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from yobx_flatten.errors.tried_versions import VersionDependentError, without_cause
+from yobx_flatten.errors import VersionDependentError, without_cause
 
 if TYPE_CHECKING:
     from torch import nn

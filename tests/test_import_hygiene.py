@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests import fresh_process
-from yobx_flatten.errors.dependencies import install_line
+from yobx_flatten.errors import install_line
 
 OPTIONAL = ["diffusers", "flax", "jax", "onnx", "onnxruntime", "onnxscript", "optree", "rich", "transformers"]
 

@@ -94,7 +94,7 @@ def test_packages_depend_in_one_direction_and_optional_frameworks_are_not_import
         ("yobx_flatten.core.terminal", "yobx_flatten.cli.", "yobx_flatten.model_folder.") if is_command_line else ()
     )
     inner = (
-        *(f".errors.{name}" for name in ("dependencies", "failures", "tried_versions")),
+        ".errors.failures",
         *(f".core.{name}" for name in ("compare", "effects", "interrupts")),
         *(".huggingface.cache_names", ".core.lazy_names", ".core.private_names.of_torch", ".registry.recipe.aliases"),
         *(f".model_folder.source.{name}" for name in ("configuration", "packed_weights")),

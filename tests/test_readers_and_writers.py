@@ -15,7 +15,7 @@ SYSTEM = "files of the system, whose names are in the source"
 OWN = "files that this process has just written in a hidden folder"
 # Files of both packages that open files by themselves, and why they may
 READERS = {
-    "yobx_flatten/errors/dependencies.py": "what pip noted of the installed package",
+    "yobx_flatten/errors/__init__.py": "what pip noted of the installed package",
     "yobx_flatten/core/files/document.py": "the way to a file; safetensors opens what `open_regular` has opened before",
     "yobx_flatten/core/files/limited.py": SYSTEM,
     "yobx_flatten/core/files/scratch.py": "the list in a hidden folder, which is read under its lock",

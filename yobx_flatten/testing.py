@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .diagnose.checks import check_recipe, recipe_of
-from .errors.dependencies import require
+from .errors import require
 from .registry.recipe.roundtrip import CHECKS
 
 __all__ = ["assert_same_as_model", "check_recipe", "recipe_tests"]

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from yobx_flatten.core.files.document import opened_tensors, write_tensor_file
-from yobx_flatten.errors import describe_class
-from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors import describe_class, require
 
 from ..device.composite import is_wrapper
 from ..device.disk import disk_of, leave

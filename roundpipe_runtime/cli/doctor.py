@@ -23,8 +23,8 @@ from torch import nn
 
 from yobx_flatten.core.terminal.output import console, progress, say, say_json
 from yobx_flatten.core.terminal.running import CHECK_FAILED
+from yobx_flatten.errors import NEWEST_TRIED, untried_versions
 from yobx_flatten.errors.failures import first_line, format_bytes, result_or
-from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
 
 from ..device.accelerator import AcceleratorDevice, DeviceSpec, accelerators, memory_info
 from ..device.worker import generator_kept

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
-from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors import require
 
 from ..device.worker import generator_kept
 from ..errors import ConfigError, FineTuneError

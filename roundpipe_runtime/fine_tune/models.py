@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import nn
 
-from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors import require
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
 from yobx_flatten.model_folder.source.find import TOKENIZER_FILES, FoundModel, open_tokenizer, readable
 from yobx_flatten.model_folder.source.gguf_file import GGUF, gguf_config, gguf_weights, is_gguf

@@ -24,7 +24,7 @@ from torch import nn
 
 from yobx_flatten.core.files.document import read_text
 from yobx_flatten.core.files.scratch import check_writable, publish_folder, scratch_for, settle, whole_file, write_text
-from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors import require
 from yobx_flatten.errors.failures import format_bytes
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY
 from yobx_flatten.model_folder.source.find import find_model

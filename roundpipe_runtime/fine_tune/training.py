@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors import require
 from yobx_flatten.errors.failures import result_or
 
 from ..checkpoint import CheckpointError

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
-from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors import require
 
 from ..device.composite import is_composite
 from ..device.disk import return_freed

@@ -15,7 +15,7 @@ import typer
 
 from ..core.terminal.output import say, say_json
 from ..core.terminal.running import UserError, reflow_help, run_app
-from ..errors.tried_versions import NEWEST_TRIED, untried_versions
+from ..errors import NEWEST_TRIED, untried_versions
 from .demo import demo
 from .export_command import export
 from .folder_commands import adapter, chat, generate, verify

@@ -21,8 +21,7 @@ import typer
 from ..core.files.scratch import check_writable
 from ..core.terminal.output import progress, say, say_json, table
 from ..core.terminal.running import UserError
-from ..errors import ReplayError
-from ..errors.dependencies import require
+from ..errors import ReplayError, require
 from ..export.calls import export_onnx
 from ..export.proof.eager_runs import Case
 from ..export.proof.report import ExportReport

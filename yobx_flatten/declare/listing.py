@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 
-from ..errors import describe_class
-from ..errors.dependencies import is_installed
+from ..errors import describe_class, is_installed
 from ..registry.recipe.contract import Recipe
 
 _TABLES = "torch (Python), torch (C++), torch.fx"

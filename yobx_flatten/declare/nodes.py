@@ -15,8 +15,7 @@ from types import FunctionType
 from typing import Any, TypeVar, cast, dataclass_transform, overload
 
 from ..core.private_names.of_torch import pytree
-from ..errors import InvalidArgumentError, InvalidRegistrationError, NotRegisteredError, describe_class
-from ..errors.dependencies import require
+from ..errors import InvalidArgumentError, InvalidRegistrationError, NotRegisteredError, describe_class, require
 from ..errors.failures import undone_on_failure
 from ..registry.claims import REGISTRY
 from ..registry.recipe import contract

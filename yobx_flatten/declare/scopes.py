@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ..core.interrupts import DeferredSignals
-from ..errors import InvalidRegistrationError, RoundTripError, describe_class
-from ..errors.dependencies import require
+from ..errors import InvalidRegistrationError, RoundTripError, describe_class, require
 from ..errors.failures import say, undone_on_failure, verbosity
 from ..registry.claims import REGISTRY, TORCH
 from ..registry.patches import LOCK, ImportHook

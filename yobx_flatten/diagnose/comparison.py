@@ -15,8 +15,7 @@ from torch.export import ExportedProgram
 
 from ..core.compare import describe_leaf, largest_difference
 from ..core.private_names.of_torch import pytree
-from ..errors import InvalidArgumentError, ReplayError, describe_class
-from ..errors.tried_versions import without_cause
+from ..errors import InvalidArgumentError, ReplayError, describe_class, without_cause
 from ..registry.recipe.aliases import PyTree, Static
 from ..registry.recipe.fields import is_mapping_like
 

@@ -17,9 +17,8 @@ import torch
 from torch.export import ExportedProgram
 
 from ..core.contents import Layouts
-from ..errors import FlattenError, InvalidArgumentError, describe_class
+from ..errors import FlattenError, InvalidArgumentError, describe_class, possible_cause
 from ..errors.failures import result_or
-from ..errors.tried_versions import possible_cause
 from ..registry.recipe.aliases import DynamicShapes
 from ..trees.walk import class_name, torch_leaves
 from .opaque import Remedy, find_unregistered, remedy_for

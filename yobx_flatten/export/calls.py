@@ -21,8 +21,7 @@ from ..core.private_names.of_torch import pytree
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.comparison import compare_specs
 from ..diagnose.export_errors import explain_error
-from ..errors import FlattenError, InvalidArgumentError, ReplayError, SpecMismatchError, describe_class
-from ..errors.dependencies import require
+from ..errors import FlattenError, InvalidArgumentError, ReplayError, SpecMismatchError, describe_class, require
 from ..errors.failures import STEP, first_line, result_or
 from ..huggingface.cache_names import name_in
 from ..registry.recipe.aliases import DynamicShapes

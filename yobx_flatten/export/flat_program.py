@@ -22,8 +22,7 @@ from torch.export.graph_signature import ConstantArgument, ExportGraphSignature,
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..core.private_names.of_torch import OpOverload, enable_python_dispatcher, pytree
-from ..errors import InvalidArgumentError
-from ..errors.dependencies import is_installed
+from ..errors import InvalidArgumentError, is_installed
 from ..runners.signature import Signature, Size
 from ..trace.program import arguments_of
 from . import stated_sizes

@@ -12,8 +12,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from ..core.private_names.of_torch import pytree
-from ..errors import InvalidArgumentError, MissingDependencyError, ReplayError, describe_class
-from ..errors.dependencies import require
+from ..errors import InvalidArgumentError, MissingDependencyError, ReplayError, describe_class, require
 from ..errors.failures import STEP, first_line
 from ..huggingface.cache_names import cache_of
 from ..huggingface.cases import DecodeSizes, decode_inputs

@@ -25,9 +25,15 @@ from ..core.effects import undisturbed
 from ..core.private_names.of_torch import FakeTensor, FakeTensorMode, pytree
 from ..diagnose.export_errors import explain_error
 from ..diagnose.opaque import explain_leaf
-from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError, StaticDataError
+from ..errors import (
+    DynamicShapesError,
+    FlattenError,
+    InvalidArgumentError,
+    NotRegisteredError,
+    StaticDataError,
+    naming_untried_versions,
+)
 from ..errors.failures import STEP, raised_as, without_records
-from ..errors.tried_versions import naming_untried_versions
 from ..huggingface.cache_names import CACHE, is_cache
 from ..huggingface.layer_weights import Reader, offloaded_readers, paused, streamed_readers
 from ..registry.patches import AttributePatch

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.export import ExportedProgram
 
-from ..errors import GenerationError, InvalidArgumentError, describe_class
-from ..errors.dependencies import require
+from ..errors import GenerationError, InvalidArgumentError, describe_class, require
 from ..export.exported_model import ExportedModel
 from ..runners.adapters import FolderAdapters
 from ..runners.onnx_session import Providers, mapped_options, only_for_onnxruntime, require_onnxruntime

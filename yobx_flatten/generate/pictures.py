@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ..core.files.document import damage_as
-from ..errors import GenerationError, InvalidArgumentError
-from ..errors.dependencies import require
+from ..errors import GenerationError, InvalidArgumentError, require
 from ..huggingface.cache_names import CACHE
 from ..runners.ports import CacheSlot, Port, Runner
 

@@ -23,8 +23,7 @@ import torch
 
 from ..core.files.document import damage_as, read_configuration, read_document
 from ..core.files.scratch import is_folder
-from ..errors import FlattenError, GenerationError, InvalidArgumentError, describe_class
-from ..errors.dependencies import require
+from ..errors import FlattenError, GenerationError, InvalidArgumentError, describe_class, require
 from ..errors.failures import first_line
 from ..huggingface.decoders import switch_of
 from ..trees.arguments import did_you_mean

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import GenerationError, InvalidArgumentError
-from ..errors.dependencies import require
+from ..errors import GenerationError, InvalidArgumentError, require
 from ..huggingface.cache_names import installed_name
 from ..runners.ports import present_of
 from .pictures import empty_cache, typed

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..core.files.document import read_configuration
-from ..errors import GenerationError, InvalidArgumentError
-from ..errors.dependencies import require
+from ..errors import GenerationError, InvalidArgumentError, require
 from ..generate.generator import Generator, generator_for
 from ..generate.settings import MANIFEST, located
 from ..runners.adapters import FolderAdapters

@@ -20,8 +20,14 @@ import torch
 from ..core.compare import WEIGHT_TYPES, tolerance
 from ..core.files.document import TEXTS, own_files, read_document, write_tensor_file
 from ..core.files.scratch import check_writable, publish_folder, scratch_for, settle
-from ..errors import FolderExistsError, InvalidArgumentError, ModelSourceError, ReplayError, describe_class
-from ..errors.dependencies import is_installed
+from ..errors import (
+    FolderExistsError,
+    InvalidArgumentError,
+    ModelSourceError,
+    ReplayError,
+    describe_class,
+    is_installed,
+)
 from ..errors.failures import STEP
 from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from .. import errors
-from ..errors.dependencies import require
+from ..errors import require
 from .optional import Jax, Optree
 from .patches import LOCK
 from .recipe.contract import Recipe

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ..core.files.document import read_onnx, read_tensors
-from ..errors import DamagedFileError, GenerationError, InvalidArgumentError
-from ..errors.dependencies import require
+from ..errors import DamagedFileError, GenerationError, InvalidArgumentError, require
 from .onnx_runner import OnnxRunner
 from .ports import FIRST, SECOND, Port, Runner
 

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.files.document import open_regular, parse_document
-from ..errors import DamagedFileError, FlattenError, ForeignFileError, GenerationError, MissingDependencyError
-from ..errors.dependencies import require
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, GenerationError, MissingDependencyError, require
 from ..errors.failures import first_line, raised_as
 from .in_place import CheckedRunner, InPlaceCache, TensorBuffers
 from .signature import KEY, Signature

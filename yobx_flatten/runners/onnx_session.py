@@ -21,8 +21,8 @@ from ..errors import (
     MissingDependencyError,
     ReplayError,
     describe_class,
+    require,
 )
-from ..errors.dependencies import require
 from ..errors.failures import first_line, raised_as
 
 

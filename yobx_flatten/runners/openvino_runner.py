@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import DamagedFileError, FlattenError, ForeignFileError
-from ..errors.dependencies import require
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, require
 from ..errors.failures import raised_as
 from .in_place import CheckedRunner, InPlaceCache
 from .ports import presents_of

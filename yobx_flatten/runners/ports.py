@@ -18,8 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from ..core.compare import is_text
-from ..errors import FlattenError, GenerationError, ReplayError
-from ..errors.dependencies import require
+from ..errors import FlattenError, GenerationError, ReplayError, require
 from ..huggingface.cache_names import CACHE, PRESENT, after_cache
 
 KEPT_SCORES = "num_logits_to_keep"

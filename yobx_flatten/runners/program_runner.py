@@ -14,8 +14,7 @@ from torch.export.graph_signature import ConstantArgument
 
 from ..core.private_names.of_torch import pytree
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..errors import FlattenError, GenerationError, NotRegisteredError, ReplayError, UntrustedFileError
-from ..errors.dependencies import is_installed
+from ..errors import FlattenError, GenerationError, NotRegisteredError, ReplayError, UntrustedFileError, is_installed
 from ..errors.failures import first_line, raised_as
 from ..trace.program import arguments_of, traced_inputs
 from ..trees.walk import leaf_names, output_names

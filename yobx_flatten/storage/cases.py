@@ -12,9 +12,8 @@ import torch
 
 from ..core.compare import largest_difference, share_of_nan
 from ..diagnose.comparison import Report
-from ..errors import DamagedFileError, InvalidArgumentError, ReplayError, describe_class
+from ..errors import DamagedFileError, InvalidArgumentError, ReplayError, describe_class, without_cause
 from ..errors.failures import table
-from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import spellings_of
 from ..registry.recipe.aliases import Device, PyTree
 from ..runners.onnx_runner import OnnxRunner

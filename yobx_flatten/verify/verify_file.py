@@ -21,8 +21,7 @@ from ..core.compare import tolerance
 from ..core.files.document import read_onnx
 from ..core.private_names.of_torch import pytree
 from ..declare.scopes import register_flattening_functions
-from ..errors import DamagedFileError, FlattenError, ForeignFileError, InvalidArgumentError, ReplayError
-from ..errors.dependencies import is_installed
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, InvalidArgumentError, ReplayError, is_installed
 from ..errors.failures import first_line
 from ..export.calls import export_onnx
 from ..export.onnx.compare_nodes import Compared, compare_nodes

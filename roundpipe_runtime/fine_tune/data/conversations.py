@@ -22,7 +22,7 @@ from typing import Any
 
 from yobx_flatten.core.files.document import read_text
 from yobx_flatten.core.files.limited import Limited, limited
-from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors import require
 from yobx_flatten.errors.failures import raised_as, result_or
 from yobx_flatten.model_folder.source.find import readable
 

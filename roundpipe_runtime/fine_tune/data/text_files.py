@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from yobx_flatten.core.files.document import open_regular
-from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors import require
 from yobx_flatten.errors.failures import first_line, raised_as
 
 from ...errors import FineTuneError

@@ -23,7 +23,7 @@ from yobx_flatten.cli.app import app, reference
 from yobx_flatten.cli.inspect_commands import is_object_name
 from yobx_flatten.core.terminal.output import printable, say, say_json, table
 from yobx_flatten.core.terminal.running import Terminated, UserError, explain_failure, lasting_streams, terminable
-from yobx_flatten.errors.dependencies import install_line
+from yobx_flatten.errors import install_line
 
 COMMANDS = [
     "demo", "export", "verify", "adapter", "generate", "chat", "check", "explain", "list", "env", "bench", "matrix",

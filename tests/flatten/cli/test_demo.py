@@ -12,7 +12,7 @@ from yobx_flatten import DecodeSizes, FlattenError, decode_inputs, export_progra
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import demo
 from yobx_flatten.diagnose import comparison
-from yobx_flatten.errors.dependencies import install_line
+from yobx_flatten.errors import install_line
 
 pytestmark = pytest.mark.slow
 

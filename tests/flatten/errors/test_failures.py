@@ -17,9 +17,7 @@ from tests.modules import module_class
 from yobx_flatten import MissingDependencyError, errors, explain_error, export_program
 from yobx_flatten.__main__ import main
 from yobx_flatten.core.terminal.running import UserError, explain_failure
-from yobx_flatten.errors import dependencies
-from yobx_flatten.errors.failures import noted_on_failure, raised_as, result_or, undone_on_failure
-from yobx_flatten.errors.tried_versions import (
+from yobx_flatten.errors import (
     NEWEST_TRIED,
     VersionDependentError,
     naming_untried_versions,
@@ -27,6 +25,7 @@ from yobx_flatten.errors.tried_versions import (
     untried_versions,
     without_cause,
 )
+from yobx_flatten.errors.failures import noted_on_failure, raised_as, result_or, undone_on_failure
 
 
 def raising(error):
@@ -88,7 +87,7 @@ def test_a_block_that_fails_is_undone_once(ending):
 
 
 def installed(monkeypatch, folder, came):
-    monkeypatch.setattr(dependencies, "__file__", str(folder / "site-packages" / "yobx_flatten" / "errors" / "d.py"))
+    monkeypatch.setattr(errors, "__file__", str(folder / "site-packages" / "yobx_flatten" / "errors" / "d.py"))
 
     def distribution(name):
         if came == "without metadata":
@@ -100,7 +99,7 @@ def installed(monkeypatch, folder, came):
 
 def source_of(extra):
     with pytest.raises(MissingDependencyError) as refused:
-        dependencies.require("no_such_library", purpose="a file", extra=extra)
+        errors.require("no_such_library", purpose="a file", extra=extra)
     *words, source = shlex.split(str(refused.value).splitlines()[-1])
     assert words[:2] == ["pip", "install"]
     found = re.fullmatch(rf"(.*)\[{extra}\]", source)
@@ -280,5 +279,5 @@ def test_env_names_the_newest_tried_versions(install, capsys):
 
 
 def test_a_missing_library_is_not_installed_and_other_errors_have_no_cause():
-    assert [dependencies.is_installed(name) for name in ("torch", "no_such_library")] == [True, False]
+    assert [errors.is_installed(name) for name in ("torch", "no_such_library")] == [True, False]
     assert without_cause(ValueError("no such thing")) == "no such thing"

@@ -15,7 +15,7 @@ from roundpipe_runtime.__main__ import main
 from roundpipe_runtime.cli.app import app
 from tests import fresh_process
 from yobx_flatten import __version__
-from yobx_flatten.errors.dependencies import install_line
+from yobx_flatten.errors import install_line
 
 ROOT = pathlib.Path(__file__).parents[3]
 COMMANDS = ["demo", "plan", "train", "timeline", "doctor"]

@@ -14,7 +14,7 @@ from roundpipe_runtime.cli.app import run
 from roundpipe_runtime.cli.doctor import Check, examine, train_difference
 from roundpipe_runtime.estimate import Hardware, load_machine
 from roundpipe_runtime.estimate.hardware import DiskRates
-from yobx_flatten.errors.tried_versions import NEWEST_TRIED
+from yobx_flatten.errors import NEWEST_TRIED
 
 TRIED = NEWEST_TRIED["transformers"]
 

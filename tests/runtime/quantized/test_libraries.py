@@ -287,7 +287,7 @@ def test_what_cannot_be_quantized_is_refused(monkeypatch):
         ValueError, match=r"weights\('model\.embed_tokens\.weight'\) has shape \(2,\), and \(100, 128\)"
     ):
         quantize_frozen(model, weights=lambda name: torch.ones(2))
-    monkeypatch.setattr("yobx_flatten.errors.dependencies.is_installed", lambda library: False)
+    monkeypatch.setattr("yobx_flatten.errors.is_installed", lambda library: False)
     with pytest.raises(MissingDependencyError, match="nf4 needs bitsandbytes"):
         quantize_frozen(llama())
 

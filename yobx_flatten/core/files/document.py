@@ -13,8 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from ...errors import DamagedFileError, FlattenError
-from ...errors.dependencies import require
+from ...errors import DamagedFileError, FlattenError, require
 from ...errors.failures import first_line, raised_as, undone_on_failure
 from .scratch import is_data_of
 

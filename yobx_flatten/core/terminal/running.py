@@ -15,9 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ...errors import FlattenError, ReplayError
-from ...errors.dependencies import install_line, is_installed
-from ...errors.tried_versions import VersionDependentError, possible_cause, without_cause
+from ...errors import (
+    FlattenError,
+    ReplayError,
+    VersionDependentError,
+    install_line,
+    is_installed,
+    possible_cause,
+    without_cause,
+)
 from . import ended_by_ctrl_c, handled
 from .output import printable
 

@@ -18,9 +18,8 @@ from ...core.compare import largest_difference, shares_of_nan
 from ...core.effects import undisturbed
 from ...core.private_names.of_torch import pytree
 from ...diagnose.comparison import compare_outputs
-from ...errors import FlattenError, ReplayError
+from ...errors import FlattenError, ReplayError, without_cause
 from ...errors.failures import first_line, result_or
-from ...errors.tried_versions import without_cause
 from ...huggingface.cache_names import PRESENT, cache_of
 from ...huggingface.decoders import with_returned
 from ...registry.recipe.aliases import PyTree

@@ -24,8 +24,7 @@ from ...core.files.scratch import publish_files, scratch_for
 from ...core.private_names.of_torch import pytree
 from ...declare.scopes import options_in_use, register_flattening_functions
 from ...diagnose.opaque import find_unregistered
-from ...errors import InvalidArgumentError, NotRegisteredError, RecordError, describe_class
-from ...errors.dependencies import require
+from ...errors import InvalidArgumentError, NotRegisteredError, RecordError, describe_class, require
 from ...registry.recipe.aliases import PyTree
 from ...registry.recipe.static_codec import check_spec, dump_static, load_static
 from ...trees.walk import check_no_cycles, key_name, leaf_places, own_children, recipe_for

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ...errors import InvalidArgumentError, RecordError, describe_class
-from ...errors.dependencies import require
+from ...errors import InvalidArgumentError, RecordError, describe_class, require
 from ...errors.failures import first_line, result_or, undone_on_failure
 from ...huggingface.cache_names import has_read, tokens_in
 from ...registry.patches import LOCK, AttributePatch

@@ -26,10 +26,10 @@ from ...errors import (
     MissingDependencyError,
     NoRoomError,
     ReplayError,
+    naming_untried_versions,
+    require,
 )
-from ...errors.dependencies import require
 from ...errors.failures import STEP, first_line, format_bytes, result_or
-from ...errors.tried_versions import naming_untried_versions
 from ...huggingface.cache_names import CACHE
 from ...huggingface.cases import why_not_resizable
 from ...huggingface.decoders import SlidingDecoder, counts_by_itself, why_not_sliding

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from ...errors import ReplacedFunctionWarning
-from ...errors.tried_versions import NEWEST_TRIED
+from ...errors import NEWEST_TRIED, ReplacedFunctionWarning
 from ..cache_names import argument_of, named_for
 
 Function: TypeAlias = Callable[..., Any]

@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
 from ...core.private_names.of_torch import OpOverload, dict_flatten_with_keys, pytree
-from ...errors.dependencies import is_installed
+from ...errors import is_installed
 from ...registry.patches import LOCK, AttributePatch, TracePatch, tracing_here
 from ...registry.recipe.aliases import Kwargs, Length, PyTree, Size, TransformersCache
 from ...trace.onnx_operators import Translation

@@ -14,8 +14,7 @@ import torch
 
 from ...core.files.document import check_regular, damage_as, read_document
 from ...core.files.limited import limited
-from ...errors import FlattenError, InvalidArgumentError, ModelSourceError
-from ...errors.dependencies import require
+from ...errors import FlattenError, InvalidArgumentError, ModelSourceError, require
 from ...errors.failures import first_line, raised_as
 from ...registry.recipe.aliases import TransformersModel
 from ...runners.adapters import Adapter

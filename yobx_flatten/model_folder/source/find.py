@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ...core.files.document import TEXTS, own_files, read_bytes, read_configuration, read_document
-from ...errors import InvalidArgumentError, ModelSourceError
-from ...errors.dependencies import require
+from ...errors import InvalidArgumentError, ModelSourceError, require
 from ...errors.failures import first_line, raised_as
 from ...registry.recipe.aliases import TransformersModel
 from ..sentence import pools

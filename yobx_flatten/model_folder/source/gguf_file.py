@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...core.files.document import open_regular
-from ...errors import ModelSourceError
-from ...errors.dependencies import require
+from ...errors import ModelSourceError, require
 from ...errors.failures import first_line, raised_as
 from .configuration import FILES_ONLY
 from .packed_weights import UnmatchedWeights, load_stored

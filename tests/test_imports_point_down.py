@@ -21,7 +21,7 @@ OPTIONAL = {
     "safetensors", "transformers", "trl",
 }  # fmt: skip
 MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
-    # "yobx_flatten.registry.optional": {"jax"},
+    # "yobx_flatten.registry.tables": {"jax"},
     "yobx_flatten.generate.model_of_files": {"transformers"},
     "yobx_flatten.generate.stand_ins": {"transformers"},
     "roundpipe_runtime.fine_tune.trainer": {"transformers"},

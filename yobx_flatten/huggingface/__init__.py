@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from .builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
-from .caches.functions import (
+from .cases import DecodeSizes, decode_inputs
+from .outputs import flatten_base_model_output, flatten_with_keys_base_model_output, unflatten_base_model_output
+from .recipes import (
+    WRONG_REGISTRATIONS,
     flatten_dynamic_cache,
     flatten_encoder_decoder_cache,
     flatten_static_cache,
@@ -14,9 +17,6 @@ from .caches.functions import (
     unflatten_encoder_decoder_cache,
     unflatten_static_cache,
 )
-from .cases import DecodeSizes, decode_inputs
-from .outputs import flatten_base_model_output, flatten_with_keys_base_model_output, unflatten_base_model_output
-from .recipes import WRONG_REGISTRATIONS
 
 __all__ = [
     "WRONG_REGISTRATIONS", "DecodeSizes", "decode_inputs", "flatten_base_model_output", "flatten_dynamic_cache",

@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 from .. import errors
 from ..errors import require
-from .optional import Jax, Optree
 from .patches import LOCK
 from .recipe.contract import Recipe
-from .torch_tables import TorchCpp, TorchFx, TorchPython
+from .tables import Jax, Optree, TorchCpp, TorchFx, TorchPython
 
 TORCH = ("torch",)  # the libraries that the documented functions use by default
 

@@ -36,9 +36,9 @@ from yobx_flatten import (
 )
 from yobx_flatten.declare import scopes
 from yobx_flatten.errors import MissingDependencyError
-from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
+from yobx_flatten.huggingface.recipes import flatten_dynamic_cache
 from yobx_flatten.registry.patches import LOCK
-from yobx_flatten.registry.torch_tables import TorchCpp, TorchFx, TorchPython
+from yobx_flatten.registry.tables import TorchCpp, TorchFx, TorchPython
 
 
 def test_theirs_step_back_for_the_block(cache_of_others, left_as_found):

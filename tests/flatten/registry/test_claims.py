@@ -17,10 +17,9 @@ from yobx_flatten import Undo
 from yobx_flatten.core import interrupts
 from yobx_flatten.errors import AlreadyRegisteredError, MissingDependencyError, NotRegisteredError
 from yobx_flatten.registry.claims import Registry
-from yobx_flatten.registry.optional import _Optional
 from yobx_flatten.registry.patches import LOCK, ImportedPatch
 from yobx_flatten.registry.recipe.contract import Recipe
-from yobx_flatten.registry.torch_tables import TorchCpp, TorchFx, TorchPython
+from yobx_flatten.registry.tables import TorchCpp, TorchFx, TorchPython, _Optional
 
 
 class Other:
@@ -260,7 +259,7 @@ def test_jax_keeps_what_is_there_when_another_recipe_is_taken_back():
         "import jax\n"
         "from tests.flatten.pair import Pair, flatten, flatten_with_keys, unflatten\n"
         "from yobx_flatten.registry.recipe.contract import Recipe\n"
-        "from yobx_flatten.registry.optional import Jax\n"
+        "from yobx_flatten.registry.tables import Jax\n"
         "first, second = (Recipe(Pair, flatten, unflatten, flatten_with_keys, name, '') for name in ('a', 'b'))\n"
         "ours = Jax()\n"
         "ours.write(first)\n"

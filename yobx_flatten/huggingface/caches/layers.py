@@ -2,7 +2,7 @@
 
 A cache layer whose class is not in :data:`LETTERS` is flattened by its attributes; the names of its leaves contain a
 letter of :data:`OTHER_LETTERS` or the name of the class. The leaf ``position`` is a token counter that a layer stores
-as a tensor; the leaf ``length`` is the integer counter of all sliding layers of a cache (:mod:`.functions`).
+as a tensor; the leaf ``length`` is the integer counter of all sliding layers of a cache (:mod:`..recipes`).
 """
 
 # letter  class                    leaves           counter         static (digits after the letter)

@@ -16,7 +16,7 @@ from tests.modules import module_class
 from yobx_flatten import flatten_static_cache, unflatten_static_cache
 from yobx_flatten.errors import CacheStructureError, UnsupportedLayerError
 from yobx_flatten.huggingface.caches import layouts
-from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache, unflatten_dynamic_cache
+from yobx_flatten.huggingface.recipes import flatten_dynamic_cache, unflatten_dynamic_cache
 
 
 def seen(cache):

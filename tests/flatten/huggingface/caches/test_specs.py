@@ -38,15 +38,15 @@ from tests.models import WINDOW, continued_alike, go_on, new_cache, start
 from yobx_flatten import FlattenError, register_flattening_functions
 from yobx_flatten.errors import CacheStructureError, SpecMismatchError, UnsupportedLayerError
 from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
-from yobx_flatten.huggingface.caches.functions import (
+from yobx_flatten.huggingface.caches.known_state import read_template
+from yobx_flatten.huggingface.caches.layers import kind_of, kind_of_code
+from yobx_flatten.huggingface.caches.layouts import unflatten_layers
+from yobx_flatten.huggingface.recipes import (
     flatten_dynamic_cache,
     flatten_static_cache,
     flatten_with_keys_dynamic_cache,
     unflatten_dynamic_cache,
 )
-from yobx_flatten.huggingface.caches.known_state import read_template
-from yobx_flatten.huggingface.caches.layers import kind_of, kind_of_code
-from yobx_flatten.huggingface.caches.layouts import unflatten_layers
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -16,10 +16,9 @@ from tests.flatten.other_libraries import their_flatten, their_fx_match, their_f
 from tests.flatten.pair import Pair, flatten, flatten_with_keys, unflatten
 from tests.registry_snapshot import changes_since
 from yobx_flatten.errors import SpecMismatchError
-from yobx_flatten.registry import torch_tables
-from yobx_flatten.registry.optional import NAMESPACE, Jax, Optree
+from yobx_flatten.registry import tables
 from yobx_flatten.registry.recipe.contract import Recipe
-from yobx_flatten.registry.torch_tables import TorchCpp, TorchFx, TorchPython
+from yobx_flatten.registry.tables import NAMESPACE, Jax, Optree, TorchCpp, TorchFx, TorchPython
 
 # Before the first import of `torch.utils._cxx_pytree` its backend works on a list of pending classes, and before that
 # of optree and JAX theirs let recipes wait. That needs a process each, and JAX, which keeps threads, gets one as well:
@@ -63,7 +62,7 @@ class Library:
 
 class PythonLibrary(Library):
     backend = TorchPython()
-    write_calls = (torch_tables, "register_python_node")
+    write_calls = (tables, "register_python_node")
 
     def register_after_us(self, cls):
         pytree._deregister_pytree_node(cls)

@@ -47,7 +47,7 @@ WRITERS = {
     "yobx_flatten/model_folder/client_layout.py": HIDDEN,
     "yobx_flatten/model_folder/source/configuration.py": HIDDEN,
     "yobx_flatten/model_folder/manifest.py": HIDDEN,
-    "yobx_flatten/storage/onnx_write.py": HIDDEN,
+    "yobx_flatten/storage/nested.py": HIDDEN,
     "roundpipe_runtime/checkpoint/folder.py": "checkpoints, which several processes write together",
     "roundpipe_runtime/checkpoint/tensor_files.py": HIDDEN,
     "roundpipe_runtime/checkpoint/training_state.py": HIDDEN,

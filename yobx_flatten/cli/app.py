@@ -17,8 +17,7 @@ from ..core.terminal.output import say, say_json
 from ..core.terminal.running import UserError, reflow_help, run_app
 from ..errors import NEWEST_TRIED, untried_versions
 from .demo import demo
-from .export_command import export
-from .folder_commands import adapter, chat, generate, verify
+from .folder_commands import adapter, chat, export, generate, verify
 from .inspect_commands import check, explain, list_classes
 
 _LIBRARIES = (

@@ -14,8 +14,7 @@ from ..errors import DamagedFileError, InvalidArgumentError, StoredFileError, de
 from ..registry.recipe.static_codec import is_array
 from ..runners.onnx_session import open_session
 from ..runners.ports import ELEMENTS, STRING, Element, pack
-from .nested import open_model, read, structure_of
-from .onnx_write import OnnxWriter, check_size
+from .nested import OnnxWriter, check_size, open_model, read, structure_of
 from .structure import Payload, Structure, flatten_tree, unflatten_tree
 
 if TYPE_CHECKING:

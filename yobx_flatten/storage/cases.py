@@ -20,8 +20,7 @@ from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session, require_onnxruntime
 from ..runners.ports import Runner, check_cache_outputs, is_present
 from ..trees.walk import leaf_names, leaves_of, match, output_names, plain_names
-from .nested import read
-from .onnx_write import save
+from .nested import read, save
 from .structure import flatten_tree
 
 

@@ -6,11 +6,13 @@ Replaced functions are active only in a thread that runs a trace; eager models i
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,15 +20,23 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from ..core.private_names.of_torch import fx_config, pytree, spec_protocols
+from ..core.private_names.of_torch import fx_config, operator_names, operators_with_kernel, pytree, spec_protocols
 from ..errors import InvalidArgumentError
 from ..errors.failures import result_or
 from ..registry.patches import LOCK, AttributePatch, ImportedPatch, TracePatch, tracing_here
 from ..registry.recipe.aliases import DynamicShapes, PyTree
 from . import program as programs
 from .adapted_shapes import adapted_shapes, refuse_specs_of_keys
-from .onnx_operators import TRANSLATIONS, filled_registry, remembering_decompositions
-from .trace_settings import FEW_TENSORS, OPEN, PLAIN_ATTENTION, TraceSupport, fake_tensor_cache_off, open_supports
+from .onnx_repairs import REPAIRS, attention, op
+from .trace_settings import (
+    FEW_TENSORS,
+    OPEN,
+    PLAIN_ATTENTION,
+    TraceSupport,
+    Translation,
+    fake_tensor_cache_off,
+    open_supports,
+)
 
 
 def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -79,6 +89,71 @@ def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
         return n.meta["val"]
 
     return run_node
+
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_TRANSLATIONS = (
+    *(Translation(operator, function) for operator, function in REPAIRS.items()),
+    # torch's exporter refuses one key head without `enable_gqa` (Falcon) and tensors without four axes, and translates
+    # fully masked queries wrongly
+    Translation(_ATTENTION, attention),
+    Translation(_ATTENTION, functools.partial(attention, in_one=True), opset=23),
+    Translation(
+        torch.ops.aten.unsqueeze.default,
+        # the last axis holds real and imaginary part, so an axis counted from the end moves by one (rotary embeddings
+        # of Llama 4 and DeepSeek V2)
+        lambda x, dim: op.Unsqueeze(x, op.Constant(value_ints=[dim if dim >= 0 else dim - 1])),
+        is_complex=True,
+    ),
+)
+"""Translations to ONNX of operators for which torch's exporter has no translation, or a wrong translation."""
+
+
+# The ONNX exporter's tables, read once per process instead of at each conversion: request -> (sources, table).
+_TABLES: dict[Any, tuple[Any, Any]] = {}
+
+
+def _remembered(request: Any, sources: Callable[[], Any], read: Callable[[], Any]) -> Any:
+    """Return a cached table of torch's ONNX exporter; read it again if the values that it depends on have changed."""
+    with LOCK:
+        read_from, table = _TABLES.get(request, (None, None))
+    if read_from != sources():
+        table = read()
+        with LOCK:
+            _TABLES[request] = sources(), table  # reading a table imports more sources
+    return table
+
+
+def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a copy of torch's ``ONNXRegistry`` with all of its translations, to which the caller may add more."""
+    # read: the original classmethod `from_torchlib`
+
+    def sources() -> tuple[Any, ...]:
+        registration = sys.modules.get("onnxscript.function_libs.torch_lib.registration")
+        functions = getattr(registration, "default_registry", {}).items()
+        return operator_names(), [(name, *entry.overloads, *entry.complex) for name, entry in functions]
+
+    request = read, cls, args, tuple(sorted(kwargs.items()))
+    table = _remembered(request, sources, functools.partial(read.__get__(None, cls), *args, **kwargs))
+    own = copy.copy(table)
+    own.functions = {operator: list(entries) for operator, entries in table.functions.items()}
+    return own
+
+
+def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], dict[Any, Any]]:
+    """Wrap ``create_onnx_friendly_decomposition_table``, so that a table is cached for each set of operators."""
+
+    @functools.wraps(original)
+    def create(onnx_registered_ops: Iterable[Any]) -> dict[Any, Any]:
+        from ..core.private_names.of_torch import decompositions
+
+        def sources() -> tuple[Any, ...]:
+            return operator_names(), operators_with_kernel("CompositeImplicitAutograd"), list(decompositions.items())
+
+        request = original, frozenset(onnx_registered_ops)
+        return dict(_remembered(request, sources, functools.partial(original, onnx_registered_ops)))
+
+    return create
 
 
 class ExportHook:
@@ -145,7 +220,7 @@ class ExportHook:
 
         def from_torchlib(cls: Any, *args: Any, **kwargs: Any) -> Any:
             filled = filled_registry(original, cls, args, kwargs)
-            for translation in itertools.chain(TRANSLATIONS, *(one.translations() for one in open_supports())):
+            for translation in itertools.chain(_TRANSLATIONS, *(one.translations() for one in open_supports())):
                 if filled.opset_version >= translation.opset:
                     # used before others of the same operator; `register_op` would print on the terminal that a plain
                     # function has no ONNX signature

@@ -135,6 +135,37 @@ def _clamp(x: OnnxValue, least: float | None = None, most: float | None = None) 
     return found if most is None else op.Min(found, _like(most, x))
 
 
+# M. Giles, "Approximating the erfinv function", GPU Computing Gems Jade Edition (2011), single precision: two
+# polynomials, in w - 2.5 for w = -log(1 - x^2) below 5, and in sqrt(w) - 3 above
+ERFINV_CENTRE = (
+    *(2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503),
+    *(-0.00417768164, 0.246640727, 1.50140941),
+)
+ERFINV_TAIL = (
+    *(-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613),
+    *(0.00943887047, 1.00167406, 2.83297682),
+)
+
+
+def _erf_inv(x: OnnxValue) -> OnnxValue:
+    """Translate ``erf_inv`` (``Normal.icdf``, Gemma 3n's sparse activations), exact to the last digits of float32."""
+
+    def polynomial(at: OnnxValue, coefficients: tuple[float, ...]) -> OnnxValue:
+        value = op.Constant(value_float=coefficients[0])
+        for coefficient in coefficients[1:]:
+            value = op.Add(op.Mul(value, at), op.Constant(value_float=coefficient))
+        return value
+
+    given = op.Cast(x, to=1)  # float32
+    one, infinity = op.Constant(value_float=1.0), op.Constant(value_float=math.inf)
+    w = op.Neg(op.Log(op.Mul(op.Sub(one, given), op.Add(one, given))))
+    centre = polynomial(op.Sub(w, op.Constant(value_float=2.5)), ERFINV_CENTRE)
+    tail = polynomial(op.Sub(op.Sqrt(w), op.Constant(value_float=3.0)), ERFINV_TAIL)
+    found = op.Mul(op.Where(op.Less(w, op.Constant(value_float=5.0)), centre, tail), given)
+    # at 1 the polynomial of the infinite w is NaN
+    return op.CastLike(op.Where(op.Equal(op.Abs(given), one), op.Mul(given, infinity), found), x)
+
+
 # -- along an axis -----------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +332,12 @@ def _scatter_mean(
     return op.Div(total, count) if _is_float(x) else op.Floor(op.Div(total, count))
 
 
+def _stable_sort(x: OnnxValue, stable: bool | None = None, dim: int = -1, descending: bool = False) -> OnnxValue:
+    # ONNX orders equal values by index, so its sort is stable
+    count = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
+    return op.TopK(x, count, axis=dim, largest=int(descending), sorted=1)
+
+
 # -- of losses, distances and attention --------------------------------------------------------------------------------
 
 
@@ -463,6 +500,10 @@ REPAIRS: dict[Any, Callable[..., Any]] = {
     _aten.split.Tensor: _split,
     _aten.cross_entropy_loss.default: _cross_entropy,
     _aten._cdist_forward.default: _cdist,
+    # for ProphetNet
+    _aten._is_all_true.default: lambda x: op.Cast(op.ReduceMin(op.Cast(x, to=_INT64), keepdims=0), to=_BOOL),
+    _aten.sort.stable: _stable_sort,  # for the blocks that Qwen 4 chooses
+    torch.ops.prims.erf_inv.default: _erf_inv,  # all attention calls are decomposed into this operator
 } | {
     operator: partial(function, largest=name == "max")
     for name in ("max", "min")

@@ -7,7 +7,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..core.private_names.of_torch import DispatchKey, FakeTensor
 from ..registry.patches import LOCK
 from ..registry.recipe.aliases import PyTree
-from .onnx_operators import Translation
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _STEPS = DispatchKey.CompositeImplicitAutograd
@@ -137,6 +136,13 @@ def _size(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tup
         scores = torch.broadcast_shapes(scores, mask.shape)
     torch._check(scores[3] == value.shape[2], lambda: f"{scores[3]} keys, and {value.shape[2]} values")
     return (*torch.broadcast_shapes(scores[:2], (value.shape[0], heads)), scores[2], value.shape[3])
+
+
+class Translation(NamedTuple):
+    operator: Any  # an operator of PyTorch
+    function: Callable[..., Any]  # builds it from ONNX operators
+    is_complex: bool = False  # for complex numbers, which are an additional axis of size two in ONNX
+    opset: int = 18  # the first version of ONNX's operators for which it is used
 
 
 class TraceSupport:

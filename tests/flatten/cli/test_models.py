@@ -18,7 +18,7 @@ from tests.flatten.model_folder.exported_folders import exported, saved
 from tests.modules import module_class
 from yobx_flatten import OnnxForCausalLM, RecordedCalls, make_dynamic_cache, record_calls, save_nested
 from yobx_flatten.__main__ import main
-from yobx_flatten.cli import export_command, folder_commands
+from yobx_flatten.cli import folder_commands
 from yobx_flatten.core.files import scratch
 from yobx_flatten.errors import GenerationError, InvalidArgumentError
 from yobx_flatten.export.proof.report import ExportReport
@@ -121,7 +121,7 @@ def test_every_way_to_name_a_model_is_known_here_too(tmp_path, capsys, monkeypat
 
 def test_an_export_says_that_weights_are_random(tmp_path, monkeypatch, capsys):
     done = SimpleNamespace(path=tmp_path / "out", task="fill-mask", reports={}, verified=SimpleNamespace(checks=()))
-    monkeypatch.setattr(export_command, "export_folder", lambda *args, **kwargs: done)
+    monkeypatch.setattr(folder_commands, "export_folder", lambda *args, **kwargs: done)
     assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.startswith("llama: a small model with random weights\n")
     assert main(["export", "llama", "-o", str(tmp_path / "out"), "--json"]) == 0
@@ -185,7 +185,7 @@ def test_an_interrupted_export_leaves_nothing(folder, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("reason", ["a file in the way", "a disk that is read-only"])
 def test_a_folder_that_cannot_be_written_is_named_before_the_model_is_loaded(reason, tmp_path, monkeypatch, capsys):
     """The folder that was asked for, not the hidden one beside it."""
-    monkeypatch.setattr(export_command, "find_model", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(folder_commands, "find_model", lambda *args, **kwargs: pytest.fail("loaded"))
     if reason == "a file in the way":
         (tmp_path / "taken").touch()
         out, words = tmp_path / "taken" / "sub" / "out", "it cannot be written: taken is not a folder"

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests.modules import module_class, module_of
 from yobx_flatten import export_onnx, register_flattening_functions
-from yobx_flatten.trace.onnx_operators import filled_registry, remembering_decompositions
+from yobx_flatten.trace.hook import filled_registry, remembering_decompositions
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]
 

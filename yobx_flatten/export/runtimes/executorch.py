@@ -18,7 +18,7 @@ from ...errors.failures import first_line, raised_as
 from ...registry.patches import AttributePatch
 from ...runners.executorch_runner import METHOD, ROWS, SIGNATURE, Rows, load_attention, room_for
 from ...runners.signature import Signature, Size
-from ...trace.onnx_operators import ERFINV_CENTRE, ERFINV_TAIL
+from ...trace.onnx_repairs import ERFINV_CENTRE, ERFINV_TAIL
 from ...trace.program import Flat, joined, sizes_of
 from ..flat_program import decompose_untranslated, flat_program, quietly, signature_of
 from ..traced import Traced

@@ -29,8 +29,7 @@ from ...core.private_names.of_torch import OpOverload, dict_flatten_with_keys, p
 from ...errors import is_installed
 from ...registry.patches import LOCK, AttributePatch, TracePatch, tracing_here
 from ...registry.recipe.aliases import Kwargs, Length, PyTree, Size, TransformersCache
-from ...trace.onnx_operators import Translation
-from ...trace.trace_settings import TraceSupport
+from ...trace.trace_settings import TraceSupport, Translation
 from ..cache_names import named_as, named_for
 from ..caches.layouts import hold_length_leaf
 from ..decoders import switch_of_kind

@@ -102,62 +102,6 @@ def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation 
     )
 
 
-OTHER_ROWS: list[Row] = [
-    (r"are supported as JIT inputs/outputs", _old_tracer),
-    (r"are supported as inputs or outputs of traced functions", _old_tracer),
-    (r"cannot be traced\. Only Tensors and \(possibly nested\)", _old_tracer),
-    (r"There is no flat args adapter specified", _other_structure),
-    fixed(
-        r"We ran into an error when deserializing the saved file",
-        "The saved program cannot be loaded; a warning gives the reason, most often a class that is not registered "
-        "in this process. Load the program where the class is registered:",
-        'with register_flattening_functions(patch_transformers=True):\n    program = torch.export.load("model.pt2")',
-    ),
-    fixed(
-        r"^cannot pickle 'module' object",
-        "torch.save uses pickle protocol 2, which cannot store memory formats such as torch.channels_last. "
-        "Use a higher protocol:",
-        'torch.export.save(program, "model.pt2", pickle_protocol=4)',
-    ),
-    (r"to be on the same device, but found at least two devices", _devices),
-    (r"Tensor on device \S+ is not on the expected device|found two different devices", _devices),
-    (r"cannot be called on meta tensors|Cannot copy out of meta tensor", _without_data),
-    (r"NestedTensorImpl doesn't support|strided NestedTensor|'NestedIntNode' object", _nested),
-    (r"expected \d+ shapes, got \d+", _module_among_inputs),
-    fixed(
-        r"Failed serializing node (\w+) in graph.*Unimplemented graph input type: (\S+)",
-        "The program ignores its input {0} ({1}), and a file cannot store an ignored input. Keep the value in "
-        "the module, or make it static data of its object:",
-        'field: object = dataclasses.field(metadata={{"static": True}})',
-        "{0}",
-    ),
-    fixed(
-        r"but the input is of type <class '([^']+)'>\. We cannot vmap over non-Tensor",
-        "torch.vmap accepts tensors only, and a leaf is a {0}. Give the axes in the structure of the input, "
-        "with None for leaves that are not tensors:",
-        "in_dims=(torch.utils._pytree.tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, input),)",
-    ),
-    fixed(
-        r"passed to transform API must be Tensor, got <class '([^']+)'>",
-        "torch.func differentiates with respect to tensors only, and a leaf is a {0}. Pass the tensors, and "
-        "rebuild the object in the function:",
-        "torch.func.grad(lambda x: function(dataclasses.replace(obj, x=x)))(obj.x)",
-    ),
-    fixed(
-        r"functorch tensor|Expected Fake|no attribute 'constant'|constant's list|\.numpy\(\) is not supported",
-        "forward uses torch.func, .data or .numpy(), which a trace does not follow. Use torch.autograd, in-place "
-        "writes and torch functions:",
-        "with torch.enable_grad():\n    (gradient,) = torch.autograd.grad(model(x).sum(), x)\n"
-        "with torch.no_grad():\n    tensor.mul_(2)",
-    ),
-    fixed(
-        r"No conversion rule .*sym_(?:max|min)",
-        "OpenVINO cannot convert the size computations of this program. Convert its ONNX file:",
-        'export_onnx(module, args, kwargs, path="model.onnx")\nopenvino.convert_model("model.onnx")',
-    ),
-]
-
-
 def explain_error(
     error: BaseException | str,
     module: torch.nn.Module | ExportedProgram | None = None,
@@ -307,6 +251,57 @@ _TABLE: list[Row] = [
         "torch.export.export(module, (x,))",
         "args",
     ),
-    *OTHER_ROWS,
+    (r"are supported as JIT inputs/outputs", _old_tracer),
+    (r"are supported as inputs or outputs of traced functions", _old_tracer),
+    (r"cannot be traced\. Only Tensors and \(possibly nested\)", _old_tracer),
+    (r"There is no flat args adapter specified", _other_structure),
+    fixed(
+        r"We ran into an error when deserializing the saved file",
+        "The saved program cannot be loaded; a warning gives the reason, most often a class that is not registered "
+        "in this process. Load the program where the class is registered:",
+        'with register_flattening_functions(patch_transformers=True):\n    program = torch.export.load("model.pt2")',
+    ),
+    fixed(
+        r"^cannot pickle 'module' object",
+        "torch.save uses pickle protocol 2, which cannot store memory formats such as torch.channels_last. "
+        "Use a higher protocol:",
+        'torch.export.save(program, "model.pt2", pickle_protocol=4)',
+    ),
+    (r"to be on the same device, but found at least two devices", _devices),
+    (r"Tensor on device \S+ is not on the expected device|found two different devices", _devices),
+    (r"cannot be called on meta tensors|Cannot copy out of meta tensor", _without_data),
+    (r"NestedTensorImpl doesn't support|strided NestedTensor|'NestedIntNode' object", _nested),
+    (r"expected \d+ shapes, got \d+", _module_among_inputs),
+    fixed(
+        r"Failed serializing node (\w+) in graph.*Unimplemented graph input type: (\S+)",
+        "The program ignores its input {0} ({1}), and a file cannot store an ignored input. Keep the value in "
+        "the module, or make it static data of its object:",
+        'field: object = dataclasses.field(metadata={{"static": True}})',
+        "{0}",
+    ),
+    fixed(
+        r"but the input is of type <class '([^']+)'>\. We cannot vmap over non-Tensor",
+        "torch.vmap accepts tensors only, and a leaf is a {0}. Give the axes in the structure of the input, "
+        "with None for leaves that are not tensors:",
+        "in_dims=(torch.utils._pytree.tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, input),)",
+    ),
+    fixed(
+        r"passed to transform API must be Tensor, got <class '([^']+)'>",
+        "torch.func differentiates with respect to tensors only, and a leaf is a {0}. Pass the tensors, and "
+        "rebuild the object in the function:",
+        "torch.func.grad(lambda x: function(dataclasses.replace(obj, x=x)))(obj.x)",
+    ),
+    fixed(
+        r"functorch tensor|Expected Fake|no attribute 'constant'|constant's list|\.numpy\(\) is not supported",
+        "forward uses torch.func, .data or .numpy(), which a trace does not follow. Use torch.autograd, in-place "
+        "writes and torch functions:",
+        "with torch.enable_grad():\n    (gradient,) = torch.autograd.grad(model(x).sum(), x)\n"
+        "with torch.no_grad():\n    tensor.mul_(2)",
+    ),
+    fixed(
+        r"No conversion rule .*sym_(?:max|min)",
+        "OpenVINO cannot convert the size computations of this program. Convert its ONNX file:",
+        'export_onnx(module, args, kwargs, path="model.onnx")\nopenvino.convert_model("model.onnx")',
+    ),
     *LAST_ROWS,
 ]

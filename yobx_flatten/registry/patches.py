@@ -39,17 +39,13 @@ class AttributePatch:
                 self._set(self._replacement)
             self._holders += 1
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         with LOCK:
             self._holders -= 1
             if self._holders == 0 and self._entries.get(self._name) is self._replacement:
                 self._set(self._found)
 
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __enter__, __exit__ = acquire, release
 
     def _set(self, value: object) -> None:
         if isinstance(self._owner, dict):

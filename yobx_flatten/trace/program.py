@@ -86,26 +86,34 @@ def members_in_forward(module: torch.nn.Module, names: list[str], members: _Memb
         yield
 
 
-def checking_constants(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that refuses a call if an input differs from the constant that the exported program has for it."""
-    # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program has no constant input
+class StoredInteger(int):
+    """A token counter for an older exported program, which takes an integer where caches now flatten to a tensor."""
+
+
+def checking_inputs(program: ExportedProgram) -> _Hook | None:
+    """Make a hook that passes token counters as integers, and refuses inputs that differ from a program's constants."""
+    # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program needs none
     given = arguments_of(program)
+    integers = [place for place, arg in enumerate(given) if isinstance(arg, SymIntArgument)]
     constants = {place: arg.value for place, arg in enumerate(given) if isinstance(arg, ConstantArgument)}
     spec = program.call_spec.in_spec
-    if not constants or spec is None or spec.num_leaves != len(given):
+    if not (integers or constants) or spec is None or spec.num_leaves != len(given):
         return None
-    return functools.partial(_check_call, spec, constants)
+    return functools.partial(_check_call, spec, integers, constants)
 
 
 def _check_call(
     spec: pytree.TreeSpec,
+    integers: Sequence[int],
     constants: Mapping[int, Any],
     module: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
     if torch.compiler.is_compiling():  # inside a trace, the call of the resulting program is checked instead
-        return None
+        if not integers:
+            return None
+        constants = {}
     names = spec.children()[1].context
     if set(names) != set(kwargs):  # torch reports it
         return None
@@ -113,11 +121,11 @@ def _check_call(
     leaves, found = pytree.tree_flatten(call)
     if len(leaves) != spec.num_leaves:
         return None
-    members = [place for place, value in constants.items() if type(value) is str and _is_enum(leaves[place])]
-    for place in members:
-        leaves[place] = text_of(leaves[place])
+    replaced = {place: StoredInteger(leaves[place]) for place in integers if isinstance(leaves[place], torch.Tensor)}
     for place, value in constants.items():
         leaf = leaves[place]
+        if type(value) is str and _is_enum(leaf):
+            leaf = replaced[place] = text_of(leaf)
         is_tensor = isinstance(leaf, torch.Tensor)
         by_identity = value is None or leaf is None or is_tensor
         if value is leaf or (not by_identity and (bool(value == leaf) or (value != value and leaf != leaf))):
@@ -136,34 +144,9 @@ def _check_call(
             f"{shown if is_tensor else repr(leaf)}. Pass {value!r}, or export again with an example that contains "
             "the value of this call, or a tensor."
         )
-    return pytree.tree_unflatten(leaves, found) if members else None
-
-
-class StoredInteger(int):
-    """A token counter for an older exported program, which takes an integer where caches now flatten to a tensor."""
-
-
-def with_integers(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that converts token counters in a call to integers, which an older exported program takes."""
-    # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program takes no integer
-    given = arguments_of(program)
-    places = {index for index, arg in enumerate(given) if isinstance(arg, SymIntArgument)}
-    spec = program.call_spec.in_spec
-    if not places or spec is None or spec.num_leaves != len(given):
+    if not replaced:
         return None
-    names = spec.children()[1].context
-
-    def convert(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if set(names) != set(kwargs):  # torch reports it
-            return None
-        leaves, found = pytree.tree_flatten((args, {name: kwargs[name] for name in names}))
-        late = {place for place in places if place < len(leaves) and isinstance(leaves[place], torch.Tensor)}
-        if len(leaves) != len(given) or not late:
-            return None
-        converted = [StoredInteger(leaf) if place in late else leaf for place, leaf in enumerate(leaves)]
-        return pytree.tree_unflatten(converted, found)
-
-    return convert
+    return pytree.tree_unflatten([replaced.get(place, leaf) for place, leaf in enumerate(leaves)], found)
 
 
 class Flat(torch.nn.Module):
@@ -204,7 +187,7 @@ class _RememberingProgram(ExportedProgram):
         classes = _classes_of(self)
         _require_registered(classes)  # torch would derive wrong paths of guards from the inputs here
         module = super().module(*args, **kwargs)
-        for hook in (checking_constants(self), with_integers(self), _renaming(self)):  # the last hook runs first
+        for hook in (checking_inputs(self), _renaming(self)):  # the last hook runs first
             if hook is not None:
                 module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         if classes:

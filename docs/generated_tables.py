@@ -59,9 +59,10 @@ def _flattening_list() -> str:
 
 def _write_command_lines(folder: Path) -> None:
     """The references of both command lines, from the help of the commands."""
+    from command_reference import reference
+
     from roundpipe_runtime.cli.app import app as roundpipe
     from yobx_flatten.cli.app import app as flatten
-    from yobx_flatten.cli.app import reference
 
     for name, app in (("command_line", flatten), ("runtime_command_line", roundpipe)):
         _write(folder / f"{name}.md", reference(app))

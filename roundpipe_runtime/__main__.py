@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run
 
     with ended_by_ctrl_c("roundpipe"):
-        from yobx_flatten.core.terminal.running import starting
+        from yobx_flatten.core.terminal.command_line import starting
 
     return starting("roundpipe", start, argv)
 

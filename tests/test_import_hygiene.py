@@ -78,7 +78,7 @@ sys.exit(main(["env"] if "{package}" == "yobx_flatten" else ["doctor"]))
 
 @PACKAGES
 @pytest.mark.parametrize(
-    "module", ["typing", "yobx_flatten.core.terminal.running", "typer", "torch", "torch.nn.functional"]
+    "module", ["typing", "yobx_flatten.core.terminal.command_line", "typer", "torch", "torch.nn.functional"]
 )
 def test_ctrl_c_during_imports_is_one_line(package, module):
     done = interpreted(INTERRUPTED.format(package=package), arguments=[module])

@@ -28,7 +28,7 @@ READERS = {
     "yobx_flatten/model_folder/client_layout.py": OWN,
     "yobx_flatten/runners/onnx_session.py": SYSTEM,
     "yobx_flatten/runners/program_runner.py": "a program, which only a caller that trusts it may load",
-    "yobx_flatten/core/terminal/running.py": SYSTEM,
+    "yobx_flatten/core/terminal/command_line.py": SYSTEM,
     "roundpipe_runtime/device/disk.py": SYSTEM,
     "roundpipe_runtime/distributed/ranks/alarm.py": SYSTEM,
     "roundpipe_runtime/estimate/hardware.py": SYSTEM,

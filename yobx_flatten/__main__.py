@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run
 
     with ended_by_ctrl_c("yobx-flatten"):
-        from .core.terminal.running import starting
+        from .core.terminal.command_line import starting
 
     return starting("yobx-flatten", start, argv)
 

@@ -17,8 +17,7 @@ from typing import Annotated
 import typer
 
 from yobx_flatten import FlattenError
-from yobx_flatten.core.terminal.output import console, printable, say, say_json
-from yobx_flatten.core.terminal.running import reflow_help, run_app
+from yobx_flatten.core.terminal.command_line import console, printable, reflow_help, run_app, say, say_json
 from yobx_flatten.errors.failures import format_bytes, table
 
 from ..distributed.ranks.torchrun import is_one_of_many

@@ -23,8 +23,8 @@ import torch
 import typer
 from torch import nn
 
-from yobx_flatten.core.terminal.output import console as make_console
-from yobx_flatten.core.terminal.output import say_json
+from yobx_flatten.core.terminal.command_line import console as make_console
+from yobx_flatten.core.terminal.command_line import say_json
 from yobx_flatten.errors.failures import format_bytes, table
 
 from ..device.protocol import Event

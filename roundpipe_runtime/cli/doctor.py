@@ -21,8 +21,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from yobx_flatten.core.terminal.output import console, progress, say, say_json
-from yobx_flatten.core.terminal.running import CHECK_FAILED
+from yobx_flatten.core.terminal.command_line import CHECK_FAILED, console, progress, say, say_json
 from yobx_flatten.errors import NEWEST_TRIED, untried_versions
 from yobx_flatten.errors.failures import first_line, format_bytes, result_or
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import typer
 
-from yobx_flatten.core.terminal.running import UserError
+from yobx_flatten.core.terminal.command_line import UserError
 from yobx_flatten.errors.failures import result_or
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from yobx_flatten.core.terminal.output import progress, say, say_json
-from yobx_flatten.core.terminal.running import CHECK_FAILED, UserError
+from yobx_flatten.core.terminal.command_line import CHECK_FAILED, UserError, progress, say, say_json
 from yobx_flatten.errors.failures import format_bytes, table
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
 

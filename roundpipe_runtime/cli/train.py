@@ -15,8 +15,7 @@ from typing import Any
 import typer
 from torch import nn
 
-from yobx_flatten.core.terminal.output import console, printable, say, say_json
-from yobx_flatten.core.terminal.running import UserError
+from yobx_flatten.core.terminal.command_line import UserError, console, printable, say, say_json
 from yobx_flatten.errors.failures import format_bytes, raised_as
 
 from .. import fine_tune as tuning

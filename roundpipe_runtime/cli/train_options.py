@@ -13,7 +13,7 @@ import torch
 import typer
 
 from yobx_flatten.core.files.document import read_text
-from yobx_flatten.core.terminal.running import UserError, meant_option
+from yobx_flatten.core.terminal.command_line import UserError, meant_option
 from yobx_flatten.errors import require
 from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.model_folder.source.find import MODEL_NAMES, find_model

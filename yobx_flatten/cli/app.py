@@ -9,12 +9,11 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ..core.terminal.output import say, say_json
-from ..core.terminal.running import UserError, reflow_help, run_app
+from ..core.terminal.command_line import UserError, reflow_help, run_app, say, say_json
 from ..errors import NEWEST_TRIED, untried_versions
 from .demo import demo
 from .folder_commands import adapter, chat, export, generate, verify
@@ -140,21 +139,3 @@ app = _app()
 
 def run(argv: Sequence[str] | None = None) -> int:
     return run_app(app, argv, program="yobx-flatten")
-
-
-def reference(app: typer.Typer) -> str:
-    group: Any = typer.main.get_command(app)
-    lines = []
-    for name, command in group.commands.items():
-        if command.hidden:
-            continue
-        lines += [f"### {name}", "", " ".join((command.help or "").split()), ""]
-        rows = []
-        for parameter in (one for one in command.params if one.name != "help"):
-            is_option, default = parameter.param_type_name == "option", parameter.default
-            title = ", ".join((*parameter.opts, *parameter.secondary_opts)) if is_option else parameter.metavar
-            is_shown = is_option and default not in (None, False, "") and not callable(default)
-            text = (parameter.help or "").replace("|", r"\|") + (f" Default: `{default}`." if is_shown else "")
-            rows.append(f"| `{title}` | {text} |")
-        lines += ["| | |", "|---|---|", *rows, ""] if rows else []
-    return "\n".join(lines)

@@ -19,8 +19,7 @@ import torch
 import typer
 
 from ..core.files.scratch import check_writable
-from ..core.terminal.output import progress, say, say_json, table
-from ..core.terminal.running import UserError
+from ..core.terminal.command_line import UserError, progress, say, say_json, table
 from ..errors import ReplayError, require
 from ..export.calls import export_onnx
 from ..export.proof.eager_runs import Case

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from ..core.terminal.output import progress, say, say_json
-from ..core.terminal.running import CHECK_FAILED, REFUSED, UserError
+from ..core.terminal.command_line import CHECK_FAILED, REFUSED, UserError, progress, say, say_json
 from ..errors import DamagedFileError
 from ..export.quantization import Quantization
 from ..generate.sampling import Sampling

@@ -16,8 +16,7 @@ import torch
 import typer
 
 from ..core.files.scratch import is_folder
-from ..core.terminal.output import printable, say, say_json, table
-from ..core.terminal.running import CHECK_FAILED, UserError
+from ..core.terminal.command_line import CHECK_FAILED, UserError, printable, say, say_json, table
 from ..declare.listing import flattening_list
 from ..declare.scopes import register_flattening_functions
 from ..diagnose.checks import Findings, check_inputs

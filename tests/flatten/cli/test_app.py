@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,15 +20,26 @@ from tests.transformers_versions import is_older_than
 from yobx_flatten import ReplayError, __version__, save_nested
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import app as app_file
-from yobx_flatten.cli.app import app, reference
+from yobx_flatten.cli.app import app
 from yobx_flatten.cli.inspect_commands import is_object_name
-from yobx_flatten.core.terminal.output import printable, say, say_json, table
-from yobx_flatten.core.terminal.running import Terminated, UserError, explain_failure, lasting_streams, terminable
+from yobx_flatten.core.terminal.command_line import (
+    Terminated,
+    UserError,
+    explain_failure,
+    lasting_streams,
+    printable,
+    say,
+    say_json,
+    table,
+    terminable,
+)
 from yobx_flatten.errors import install_line
 
 COMMANDS = [
     "demo", "export", "verify", "adapter", "generate", "chat", "check", "explain", "list", "env", "bench", "matrix",
 ]  # fmt: skip
+
+reference = runpy.run_path(str(pathlib.Path(__file__).parents[3] / "docs" / "command_reference.py"))["reference"]
 
 
 def run(*arguments, **options):
@@ -339,7 +351,7 @@ def test_json_has_no_infinite_number_and_other_text_stays(capsys):
 
 STAGES = """
 import logging
-from yobx_flatten.core.terminal.output import progress
+from yobx_flatten.core.terminal.command_line import progress
 
 logger = logging.getLogger("yobx_flatten")
 with progress("opening") as show:
@@ -379,8 +391,8 @@ def test_characters_that_are_missing_are_printed_by_their_number(monkeypatch, en
 
 PROGRAM = """
 import sys
-from yobx_flatten.core.terminal.output import say, table, progress
-from yobx_flatten.core.terminal.running import lasting_streams
+from yobx_flatten.core.terminal.command_line import say, table, progress
+from yobx_flatten.core.terminal.command_line import lasting_streams
 with lasting_streams():
     for number in range(20_000):
         say(f"line {number}")

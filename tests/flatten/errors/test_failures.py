@@ -16,7 +16,7 @@ import yobx_flatten
 from tests.modules import module_class
 from yobx_flatten import MissingDependencyError, errors, explain_error, export_program
 from yobx_flatten.__main__ import main
-from yobx_flatten.core.terminal.running import UserError, explain_failure
+from yobx_flatten.core.terminal.command_line import UserError, explain_failure
 from yobx_flatten.errors import (
     NEWEST_TRIED,
     VersionDependentError,

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import pathlib
+import runpy
 import tomllib
 
 import pytest
@@ -98,9 +99,7 @@ def test_the_module_is_the_command_in_a_fresh_process():
 
 def test_the_guide_has_every_command_and_option():
     """The reference of the guide is written from the help; each option has a word of explanation."""
-    from yobx_flatten.cli.app import reference
-
-    written = reference(app)
+    written = runpy.run_path(str(ROOT / "docs" / "command_reference.py"))["reference"](app)
     assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
     rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]
     assert [name for name, text in rows if not text.strip()] == []

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from matrix.models import make_config
 from roundpipe_runtime.cli.app import run
 from roundpipe_runtime.cli.option_objects import format_count, format_seconds, parse_bytes
-from yobx_flatten.core.terminal.running import UserError
+from yobx_flatten.core.terminal.command_line import UserError
 from yobx_flatten.errors.failures import format_bytes
 
 CARDS = ["--devices", "cuda:0,cuda:1", "--bandwidth", "25", "--flops", "150"]

@@ -14,7 +14,7 @@ from roundpipe_runtime import ModelExecutePlan, Record, RoundPipe, RoundPipeRunC
 from roundpipe_runtime.schedule import timeline as module
 from roundpipe_runtime.schedule.timeline import TimelineFileError, device_totals, draw_on, merge_timelines, stage_totals
 from tests.runtime.small import batch, small_model
-from yobx_flatten.core.terminal.output import console
+from yobx_flatten.core.terminal.command_line import console
 
 PLAN = ModelExecutePlan([range(4)], [range(4, 7), range(4)])
 

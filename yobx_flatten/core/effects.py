@@ -26,25 +26,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from ..errors.failures import result_or
-from .contents import (
-    NUMBERS,
-    REMEMBERING,
-    Layout,
-    Layouts,
-    Reader,
-    format_key,
-    mark_of_tensor,
-    mark_with_bits,
-    reader_of,
-    restoring,
-)
+from . import contents
 from .interrupts import Undoing
 
 Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
 
 _MANY_ITEMS = 10_000  # the items of a larger container, such as the rows of a data set, are not entered
 
-_PLAIN_TYPES = frozenset((*NUMBERS, torch.dtype, torch.device, torch.layout))
+_PLAIN_TYPES = frozenset((*contents.NUMBERS, torch.dtype, torch.device, torch.layout))
 
 
 class Effects(dict[str, Effect]):
@@ -154,10 +143,10 @@ class _Walk:
     def __init__(self) -> None:
         self.holders: list[_Holder] = []
         self.contents: list[_Content] = []
-        self._layouts = Layouts()
+        self._layouts = contents.Layouts()
         self._seen: set[int] = set()
         self._buffers: set[int] = set()
-        self._readers: dict[type, Reader | None] = {}
+        self._readers: dict[type, contents.Reader | None] = {}
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
 
     def enter(self, roots: Mapping[str, object]) -> None:
@@ -189,23 +178,23 @@ class _Walk:
             if _is_own_code(obj.__module__):
                 self._hold(obj.__qualname__, obj, _CLASS)
                 functions = [getattr(one, "__func__", one) for one in vars(obj).values()]
-                kinds = types.FunctionType, REMEMBERING
+                kinds = types.FunctionType, contents.REMEMBERING
                 self._waiting += [(f.__qualname__, f) for f in functions if type(f) in kinds]
         else:
             if kind not in self._readers:
-                self._readers[kind] = reader_of(kind)
+                self._readers[kind] = contents.reader_of(kind)
             reader = self._readers[kind]
             if reader is None:
                 self._visit_object(path, obj, self._layouts(kind))
                 return
             # batch norm writes its statistics without a new version
-            if reader is mark_of_tensor and (id(obj) in self._buffers or obj.is_inference()):
-                reader = mark_with_bits
+            if reader is contents.mark_of_tensor and (id(obj) in self._buffers or obj.is_inference()):
+                reader = contents.mark_with_bits
             self.contents.append(content := _Content(path, obj, reader))
             self._waiting += [(f"{path}.grad", content.grad)]
-            self._waiting += [(path, obj.__wrapped__)] if kind is REMEMBERING else []
+            self._waiting += [(path, obj.__wrapped__)] if kind is contents.REMEMBERING else []
 
-    def _visit_object(self, path: str, obj: Any, layout: Layout) -> None:
+    def _visit_object(self, path: str, obj: Any, layout: contents.Layout) -> None:
         kind = type(obj)
         # the parts of a pipeline are not entered: a pipeline itself undoes the changes of its runs
         is_part = kind.__module__.startswith("roundpipe_runtime.") and not issubclass(kind, torch.nn.Module)
@@ -294,7 +283,7 @@ class _Way:
         dict.update(owner, before)
 
     def spell(self, key: Any) -> str:
-        return f"[{format_key(key)}]"
+        return f"[{contents.format_key(key)}]"
 
 
 class _Ordered(_Way):
@@ -309,7 +298,7 @@ class _Ordered(_Way):
 
 class _Attributes(_Way):
     def spell(self, key: Any) -> str:
-        return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{format_key(key)}]"
+        return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{contents.format_key(key)}]"
 
 
 class _OwnAttributes(_Attributes):
@@ -501,7 +490,7 @@ def _is_same(one: object, other: object) -> bool:
 class _Content:
     """A tensor, an array or a random generator, whose values a call can write in place."""
 
-    def __init__(self, path: str, obj: Any, read: Reader) -> None:
+    def __init__(self, path: str, obj: Any, read: contents.Reader) -> None:
         self.path, self.obj, self._read, self._before = path, obj, read, read(obj)
         is_leaf = isinstance(obj, torch.Tensor) and obj.requires_grad and obj.is_leaf
         self.grad = obj.grad if is_leaf else None
@@ -518,7 +507,7 @@ class _Content:
 
     def keep(self, copied: dict[object, Any]) -> None:
         self._restore = result_or(
-            lambda: restoring(self.obj, self._before, self.grad, copied),
+            lambda: contents.restoring(self.obj, self._before, self.grad, copied),
             lambda error: None,  # a tensor of a trace has no memory
         )
 

@@ -21,18 +21,11 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind
 
+from .. import errors
 from ..core.effects import undisturbed
 from ..core.private_names.of_torch import FakeTensor, FakeTensorMode, pytree
 from ..diagnose.export_errors import explain_error
 from ..diagnose.opaque import explain_leaf
-from ..errors import (
-    DynamicShapesError,
-    FlattenError,
-    InvalidArgumentError,
-    NotRegisteredError,
-    StaticDataError,
-    naming_untried_versions,
-)
 from ..errors.failures import STEP, raised_as, without_records
 from ..huggingface.cache_names import CACHE, is_cache
 from ..huggingface.layer_weights import Reader, offloaded_readers, paused, streamed_readers
@@ -167,7 +160,7 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
         is_returned = example.loop and not strict
         left = returning_left(module, finds=True) if is_returned else contextlib.nullcontext()
         kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
-        checked = naming_untried_versions()
+        checked = errors.naming_untried_versions()
         with checked, torch.no_grad(), untouched, traceable, forward, kept, calm(), left as watch:
             args, kwargs = clone((example.args, dict(example.kwargs)))
             how: Any = {"strict": strict, "prefer_deferred_runtime_asserts_over_guards": True}
@@ -189,7 +182,7 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
                 node.meta["stack_trace"] = re.sub(files, lambda path: _relative(path[0]), origin)
     for spec in program.call_spec:
         for cls, place, size in [] if spec is None else _sizes(spec):
-            raise StaticDataError(
+            raise errors.StaticDataError(
                 f"The static part of {cls} holds {size} at {place}, a size that varies in the trace: the program would "
                 f"always return the size of its example. Return the size among the children of {cls}, as an int."
             )
@@ -275,24 +268,24 @@ def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
         program.state_dict[name] = read.setdefault((tensor.data_ptr(), tensor.shape), found)
 
 
-def _explain(example: Example, error: BaseException) -> FlattenError | None:
+def _explain(example: Example, error: BaseException) -> errors.FlattenError | None:
     module, inputs, message = example.module, example.inputs, str(error)
     if re.search(r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not", message):
         text = explain_error(error, module).text.removesuffix(":")
-        return InvalidArgumentError(
+        return errors.InvalidArgumentError(
             f"{type(module).__qualname__} cannot be traced. {text}:\n    torch.where(condition, a, b), "
             "torch.cond(condition, f, g, (x,)), torch._check(n > 3)"
         )
     if re.search(r"constant's list|functorch tensor|Expected Fake|no attribute 'constant'|for tensor subcl", message):
-        return InvalidArgumentError(f"{type(module).__qualname__} is not traced. {explain_error(error, module)}")
+        return errors.InvalidArgumentError(f"{type(module).__qualname__} is not traced. {explain_error(error, module)}")
     if "Unsupported input type" in message:
         return explain_leaf(inputs, message)
     if "in output, which is not a known type" in message:
         with undisturbed(module=module):
             args, kwargs = clone(example.args), clone(dict(example.kwargs))
-            return NotRegisteredError(str(explain_error(error, module, args, kwargs)))
+            return errors.NotRegisteredError(str(explain_error(error, module, args, kwargs)))
     if example.bounds is not None and "user-specified" in message:
-        return DynamicShapesError(
+        return errors.DynamicShapesError(
             f"{type(module).__qualname__} bounds a size itself, and bounds= contradicts it ({example.bounds}): "
             f"{' '.join(message.split())[:400]}"
         )
@@ -300,14 +293,16 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
         leaves = (item for name, value in inputs.items() for item in torch_leaves(value, name))
         tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
         for path, device, weights in on_other_devices(module, tensors):
-            return InvalidArgumentError(f"{about_devices(path, device, weights)}\n    {path}.to({weights!r})")
+            return errors.InvalidArgumentError(f"{about_devices(path, device, weights)}\n    {path}.to({weights!r})")
     return None
 
 
 def _in_graph(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the names of inputs (or outputs) that are in the graph, and the values of constant inputs by name."""
     if len(names) != len(arguments):
-        raise FlattenError(f"The program's signature has {len(arguments)} entries for {len(names)} leaves: {names}.")
+        raise errors.FlattenError(
+            f"The program's signature has {len(arguments)} entries for {len(names)} leaves: {names}."
+        )
     rows = zip(names, arguments, strict=True)
     constants = {name: arg.value for name, arg in rows if isinstance(arg, ConstantArgument)}
     return [name for name in names if name not in constants], constants

@@ -15,17 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ..core.private_names import of_torch
-from ..core.private_names.of_torch import (
-    NODE_REGISTRY_LOCK,
-    GetAttrKey,
-    KeyEntry,
-    MappingKey,
-    SequenceKey,
-    fx_pytree,
-    pytree,
-    register_python_node,
-    serialised_node,
-)
+from ..core.private_names.of_torch import NODE_REGISTRY_LOCK, fx_pytree, pytree, register_python_node, serialised_node
 from ..errors import AlreadyRegisteredError, SpecMismatchError, describe_class
 from ..errors.failures import result_or, undone_on_failure
 from .patches import LOCK, ImportHook
@@ -397,12 +387,12 @@ class _Index(int):
     """Entry of an optree path for a child in a sequence; it is shown as the child's index."""
 
 
-def _entry(key: KeyEntry) -> Any:
-    if isinstance(key, GetAttrKey):
+def _entry(key: pytree.KeyEntry) -> Any:
+    if isinstance(key, pytree.GetAttrKey):
         return _Attribute(key.name)
-    if isinstance(key, SequenceKey):
+    if isinstance(key, pytree.SequenceKey):
         return _Index(key.idx)
-    return key.key if isinstance(key, MappingKey) else key
+    return key.key if isinstance(key, pytree.MappingKey) else key
 
 
 @functools.cache
@@ -514,10 +504,10 @@ def _aux(number: int, static: Static) -> Any:
     return _Later(number, aux) if number else aux
 
 
-def _jax_key(key: KeyEntry) -> Any:
+def _jax_key(key: pytree.KeyEntry) -> Any:
     tree_util = sys.modules["jax"].tree_util
-    if isinstance(key, GetAttrKey):
+    if isinstance(key, pytree.GetAttrKey):
         return tree_util.GetAttrKey(key.name)
-    if isinstance(key, SequenceKey):
+    if isinstance(key, pytree.SequenceKey):
         return tree_util.SequenceKey(key.idx)
-    return tree_util.DictKey(key.key) if isinstance(key, MappingKey) else key
+    return tree_util.DictKey(key.key) if isinstance(key, pytree.MappingKey) else key

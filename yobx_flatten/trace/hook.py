@@ -28,15 +28,7 @@ from ..registry.recipe.aliases import DynamicShapes, PyTree
 from . import program as programs
 from .adapted_shapes import adapted_shapes, refuse_specs_of_keys
 from .onnx_repairs import REPAIRS, attention, op
-from .trace_settings import (
-    FEW_TENSORS,
-    OPEN,
-    PLAIN_ATTENTION,
-    TraceSupport,
-    Translation,
-    fake_tensor_cache_off,
-    open_supports,
-)
+from .trace_settings import OPEN, PLAIN_ATTENTION, TraceSupport, Translation, fake_tensor_cache_off, open_supports
 
 
 def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -262,8 +254,7 @@ class ExportHook:
                 # per thread, so set in the tracing thread: sizes that are equal only in the example stay independent
                 stack.enter_context(fx_config.patch(use_duck_shape=False))
                 tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-                if dynamic_shapes is not None and len(tensors) > FEW_TENSORS:
-                    stack.enter_context(fake_tensor_cache_off())
+                stack.enter_context(fake_tensor_cache_off(len(tensors), is_dynamic=dynamic_shapes is not None))
                 stack.enter_context(PLAIN_ATTENTION)
                 if isinstance(mod, torch.nn.Module):
                     stack.enter_context(programs.members_in_forward(mod, list(kwargs or {}), members))

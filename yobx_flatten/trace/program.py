@@ -23,7 +23,7 @@ from ..core.private_names.of_torch import FloorDiv, Max, Min, pytree
 from ..errors import NotRegisteredError, SpecMismatchError, describe_class
 from ..registry.claims import REGISTRY
 from ..registry.recipe.aliases import PyTree
-from .trace_settings import FEW_TENSORS, PLAIN_ATTENTION, fake_tensor_cache_off, open_supports
+from .trace_settings import PLAIN_ATTENTION, fake_tensor_cache_off, open_supports
 
 
 def arguments_of(program: ExportedProgram) -> list[ArgumentSpec]:
@@ -198,8 +198,8 @@ class _RememberingProgram(ExportedProgram):
         _require_registered(_classes_of(self))
         attention = torch.ops.aten.scaled_dot_product_attention.default
         with contextlib.ExitStack() as stack:
-            if self.range_constraints and len(self.graph_signature.user_inputs) > FEW_TENSORS:
-                stack.enter_context(fake_tensor_cache_off())
+            count, is_dynamic = len(self.graph_signature.user_inputs), bool(self.range_constraints)
+            stack.enter_context(fake_tensor_cache_off(count, is_dynamic=is_dynamic))
             if decomp_table is not None and attention not in decomp_table:
                 stack.enter_context(PLAIN_ATTENTION)
             program = super().run_decompositions(decomp_table, *args, **kwargs)

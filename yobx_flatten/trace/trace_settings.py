@@ -100,10 +100,13 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 # torch's cache of fake tensor results helps if layers have equal shapes (without it, a trace of an encoder takes 1.6
 # times as long). With keys and values each layer has its own sizes: there are few hits, an entry costs more than its
 # operator, and without the cache a trace of a decoder takes two thirds of the time.
-FEW_TENSORS = 5  # inputs of an encoder: tokens, a mask, positions, types; with more, the cache is off
+_FEW_TENSORS = 5  # inputs of an encoder: tokens, a mask, positions, types; with more, the cache is off
 
 
-def fake_tensor_cache_off() -> contextlib.AbstractContextManager[None]:
+def fake_tensor_cache_off(count: int, *, is_dynamic: bool) -> contextlib.AbstractContextManager[None]:
+    # count: the number of inputs that are tensors
+    if not is_dynamic or count <= _FEW_TENSORS:
+        return contextlib.nullcontext()
     # also a setting per thread; imported here because it imports all of dynamo
     from ..core.private_names.of_torch import dynamo_config
 

@@ -20,15 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ...errors import (
-    FlattenError,
-    ReplayError,
-    VersionDependentError,
-    install_line,
-    is_installed,
-    possible_cause,
-    without_cause,
-)
+from ... import errors
 from . import ended_by_ctrl_c, handled
 
 if TYPE_CHECKING:
@@ -176,9 +168,9 @@ def starting(
     with terminable():
         try:
             with ended_by_ctrl_c(program):
-                if missing := [name for name in ("typer", "rich") if not is_installed(name)]:
+                if missing := [name for name in ("typer", "rich") if not errors.is_installed(name)]:
                     wanted = " and ".join(missing)
-                    sys.stderr.write(f"{program}: the command line needs {wanted}: {install_line('cli')}\n")
+                    sys.stderr.write(f"{program}: the command line needs {wanted}: {errors.install_line('cli')}\n")
                     return 2
                 run = start()
         except (ImportError, RuntimeError, KeyboardInterrupt) as error:
@@ -211,7 +203,7 @@ def run_app(
     argv: Sequence[str] | None = None,
     *,
     program: str,
-    expected: tuple[type[Exception], ...] = (FlattenError,),
+    expected: tuple[type[Exception], ...] = (errors.FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
     """Run a command of a typer application, print its error as one line, and return its exit status."""
@@ -309,7 +301,7 @@ _PAIRS = (
 _OTHER_NAMES = dict(pair.split("=") for pair in _PAIRS.split())
 
 
-class UserError(FlattenError, ValueError):
+class UserError(errors.FlattenError, ValueError):
     """The command line is invalid: for example, it names an unknown file, or options that cannot be combined."""
 
 
@@ -318,7 +310,7 @@ def explain_failure(
     *,
     debug: bool,
     program: str = "yobx-flatten",
-    expected: tuple[type[Exception], ...] = (FlattenError,),
+    expected: tuple[type[Exception], ...] = (errors.FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
     """Print to stderr the error that ended a command, and return the exit status of the command."""
@@ -345,11 +337,11 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
         return TERMINATED, str(error) or "terminated, nothing was written"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, str(error) or "interrupted, nothing was written"
-    if isinstance(error, ReplayError):
+    if isinstance(error, errors.ReplayError):
         return CHECK_FAILED, str(error)  # with its report, case by case
     if isinstance(error, expected):
-        line = possible_cause() if isinstance(error, VersionDependentError) else ""
-        return REFUSED, "\n".join(filter(None, [" ".join(without_cause(error).split()), line]))
+        line = errors.possible_cause() if isinstance(error, errors.VersionDependentError) else ""
+        return REFUSED, "\n".join(filter(None, [" ".join(errors.without_cause(error).split()), line]))
     # newer versions of typer contain their own copy of click
     if {base.__name__ for base in type(error).__mro__} & {"ClickException", "TyperException"}:
         formatted = getattr(error, "format_message", lambda: str(error))()
@@ -372,7 +364,7 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
         return REFUSED, "out of memory"
     first = next((line for line in str(error).splitlines() if line.strip()), "no message")
     text = f"{type(error).__name__}: {first.strip()} (--debug shows where)"
-    return REFUSED, "\n".join(filter(None, [text, possible_cause()]))
+    return REFUSED, "\n".join(filter(None, [text, errors.possible_cause()]))
 
 
 def meant_option(typed: str, known: Iterable[str]) -> str:

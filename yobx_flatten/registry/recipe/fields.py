@@ -23,30 +23,18 @@ import torch
 
 from ...core.private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from ...errors import InvalidRegistrationError, RoundTripError, describe_class
+from . import contract
 from .aliases import Static
 from .attributes import builtin_base, checked, functions_from_fields, name_functions, require_content
-from .contract import (
-    Flatten,
-    FlattenFunctions,
-    FlattenWithKeys,
-    Recipe,
-    Unflatten,
-    is_derived,
-    lost_attribute,
-    own_copy,
-    require_node,
-    slots_of,
-    with_positions,
-)
 
 JaxFlatten = Callable[[Any], tuple[Iterable[Any], Any]]
 JaxFlattenWithKeys = Callable[[Any], tuple[Iterable[tuple[Any, Any]], Any]]
 JaxUnflatten = Callable[[Any, tuple[Any, ...]], Any]
 
 
-def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclass") -> FlattenFunctions:
+def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclass") -> contract.FlattenFunctions:
     """Make the flatten, keyed flatten and unflatten functions of a class from its declared fields."""
-    require_node(cls, caller)
+    contract.require_node(cls, caller)
     for fits, read in _READERS:
         if fits(cls):
             if read is not _jax_functions:  # the author's own methods may store content anywhere
@@ -62,9 +50,9 @@ def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclas
     )
 
 
-def recipe_of(cls: type) -> Recipe:
+def recipe_of(cls: type) -> contract.Recipe:
     flatten, flatten_with_keys, unflatten = functions_of(cls)
-    return Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
+    return contract.Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
 
 
 def _is_static(metadata: Mapping[Any, Any]) -> bool:
@@ -72,21 +60,21 @@ def _is_static(metadata: Mapping[Any, Any]) -> bool:
     return bool(metadata.get("static", False)) or metadata.get("pytree_node", True) is False
 
 
-def _by_metadata(cls: type, fields: Iterable[Any]) -> FlattenFunctions:
+def _by_metadata(cls: type, fields: Iterable[Any]) -> contract.FlattenFunctions:
     metadata = {field.name: field.metadata for field in fields}
     static_names = [name for name in metadata if _is_static(metadata[name])]
     return functions_from_fields(cls, [name for name in metadata if name not in static_names], static_names)
 
 
-def _jax_functions(cls: Any) -> FlattenFunctions:
+def _jax_functions(cls: Any) -> contract.FlattenFunctions:
     plain, with_keys = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
     flatten, flatten_with_keys, unflatten = functions_of_jax(cls, plain, cls.tree_unflatten, with_keys)
-    return FlattenFunctions(flatten, flatten_with_keys or with_positions(flatten), unflatten)
+    return contract.FlattenFunctions(flatten, flatten_with_keys or contract.with_positions(flatten), unflatten)
 
 
 def functions_of_jax(
     cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
-) -> tuple[Flatten, FlattenWithKeys | None, Unflatten]:
+) -> tuple[contract.Flatten, contract.FlattenWithKeys | None, contract.Unflatten]:
     """Convert JAX functions to functions for torch; either ``flatten`` or ``flatten_with_keys`` may be ``None``."""
 
     def torch_flatten(obj: object) -> tuple[list[Any], Any]:
@@ -111,7 +99,7 @@ def functions_of_jax(
     )
 
 
-def _pydantic_functions(cls: Any) -> FlattenFunctions:
+def _pydantic_functions(cls: Any) -> contract.FlattenFunctions:
     extras = {name: field.json_schema_extra for name, field in cls.__pydantic_fields__.items()}
     static_names = [name for name, extra in extras.items() if isinstance(extra, dict) and _is_static(extra)]
     names = [name for name in extras if name not in static_names]
@@ -124,8 +112,8 @@ def _pydantic_functions(cls: Any) -> FlattenFunctions:
         state = obj.__dict__
         if len(state) != count:
             for name, value in state.items():
-                if name not in extras and not is_derived(cls, name, value):
-                    raise lost_attribute(cls, name, extras)
+                if name not in extras and not contract.is_derived(cls, name, value):
+                    raise contract.lost_attribute(cls, name, extras)
         extra = None if is_root else obj.__pydantic_extra__
         private = None if is_root else obj.__pydantic_private__
         static = {
@@ -144,7 +132,7 @@ def _pydantic_functions(cls: Any) -> FlattenFunctions:
 
     def unflatten(children: Iterable[Any], static: Static, output_type: type | None = None) -> Any:
         given = dict(zip([*names, *(static["extra"] or ()), *(static["private"] or ())], children, strict=True))
-        given.update(zip(static_names, map(own_copy, static["static"]), strict=True))
+        given.update(zip(static_names, map(contract.own_copy, static["static"]), strict=True))
         obj = object.__new__(cls)
         set_field(obj, "__dict__", {name: given[name] for name in extras})
         set_field(obj, "__pydantic_fields_set__", set(static["set"]))
@@ -154,7 +142,7 @@ def _pydantic_functions(cls: Any) -> FlattenFunctions:
                 set_field(obj, f"__pydantic_{place}__", held)
         return obj
 
-    return FlattenFunctions(flatten, flatten_with_keys, unflatten)
+    return contract.FlattenFunctions(flatten, flatten_with_keys, unflatten)
 
 
 # -- mappings ----------------------------------------------------------------------------------------------------------
@@ -180,7 +168,7 @@ def is_mapping(cls: type) -> bool:
     return issubclass(cls, dict) and any(name in vars(base) for base in _written(cls) for name in keeps_items)
 
 
-def mapping_functions(cls: type) -> FlattenFunctions:
+def mapping_functions(cls: type) -> contract.FlattenFunctions:
     check_items = _check_of(cls)
     rebuild = _rebuilding(cls)
 
@@ -195,7 +183,7 @@ def mapping_functions(cls: type) -> FlattenFunctions:
     def unflatten(children: Iterable[Any], keys: list[Any], output_type: type | None = None) -> Any:
         return rebuild(dict(zip(keys, children, strict=True)))
 
-    return FlattenFunctions(flatten, flatten_with_keys, unflatten)
+    return contract.FlattenFunctions(flatten, flatten_with_keys, unflatten)
 
 
 def _written(cls: type) -> list[type]:
@@ -228,7 +216,9 @@ def _check_of(cls: type) -> Callable[[Any], None]:
         if obj.__dict__.keys() <= known:
             return
         known.update(rebuild(dict(zip(obj.keys(), obj.values(), strict=True))).__dict__)
-        more = [name for name, value in obj.__dict__.items() if not (name in known or is_derived(cls, name, value))]
+        more = [
+            name for name, value in obj.__dict__.items() if not (name in known or contract.is_derived(cls, name, value))
+        ]
         if more:
             raise _not_an_item(obj, more[0], more)
 
@@ -245,7 +235,7 @@ def _check_attributes(obj: Any) -> None:
         for name, value in held.items()
         if not (is_dict and dict.get(obj, name, obj) is value)
         and not (name == "data" and not is_dict)
-        and not is_derived(type(obj), name, value)
+        and not contract.is_derived(type(obj), name, value)
     ]
     if more:
         raise _not_an_item(obj, more[0], more)
@@ -295,7 +285,7 @@ def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
 
 
 # The first matching row is used: the author's own methods come before generated ones.
-_READERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], FlattenFunctions]], ...] = (
+_READERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], contract.FlattenFunctions]], ...] = (
     (lambda cls: hasattr(cls, "__pydantic_fields__") and hasattr(cls, "model_construct"), _pydantic_functions),
     (
         lambda cls: (
@@ -308,8 +298,8 @@ _READERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], FlattenFunctions]],
     (is_mapping, mapping_functions),
     (dataclasses.is_dataclass, lambda cls: _by_metadata(cls, dataclasses.fields(cls))),
     (
-        lambda cls: cls.__dictoffset__ == 0 and cls.__itemsize__ == 0 and bool(slots_of(cls)),
-        lambda cls: functions_from_fields(cls, slots_of(cls)),
+        lambda cls: cls.__dictoffset__ == 0 and cls.__itemsize__ == 0 and bool(contract.slots_of(cls)),
+        lambda cls: functions_from_fields(cls, contract.slots_of(cls)),
     ),
 )
 

@@ -26,8 +26,7 @@ from ..diagnose.opaque import find_unregistered
 from ..errors import DamagedFileError, FlattenError, InvalidArgumentError, NotRegisteredError, StaticDataError
 from ..errors.failures import raised_as
 from ..registry.recipe.aliases import Device, PyTree, Static
-from ..registry.recipe.safe_names import import_known
-from ..registry.recipe.static_codec import dump_static, load_static
+from ..registry.recipe.static_codec import dump_static, import_known, load_static
 from ..runners.ports import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element, pack, unpack
 from ..trees.walk import check_no_cycles, leaf_names, recipe_for
 

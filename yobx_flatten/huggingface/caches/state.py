@@ -27,8 +27,7 @@ import torch
 
 from ...errors import CacheStructureError, StaticDataError, describe_class
 from ...registry.recipe.aliases import Length
-from ...registry.recipe.safe_names import import_known
-from ...registry.recipe.static_codec import dump_static, load_static
+from ...registry.recipe.static_codec import dump_static, import_known, load_static
 
 Template = dict[str, list[Any]]
 

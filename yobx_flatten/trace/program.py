@@ -121,7 +121,8 @@ def _check_call(
     leaves, found = pytree.tree_flatten(call)
     if len(leaves) != spec.num_leaves:
         return None
-    replaced = {place: StoredInteger(leaves[place]) for place in integers if isinstance(leaves[place], torch.Tensor)}
+    late = [place for place in integers if isinstance(leaves[place], torch.Tensor)]
+    replaced: dict[int, Any] = {place: StoredInteger(leaves[place]) for place in late}
     for place, value in constants.items():
         leaf = leaves[place]
         if type(value) is str and _is_enum(leaf):

@@ -174,15 +174,11 @@ def _file(path: pathlib.Path, *, trust: bool) -> tuple[str, str]:
             sizes = ", ".join("?" if size is None else str(size) for size in port.shape)
             inputs.append(f"{port.name}: {str(port.dtype).removeprefix('torch.')}[{sizes}]")
         return name, _ports(inputs, runner.outputs)
-    try:
+    with contextlib.suppress(ForeignFileError):  # then it is a case, or a model
         return name, str(draw(load_nested(path), name=path.stem, width=120))
-    except ForeignFileError:
-        pass  # then it is a case, or a model
-    try:
+    with contextlib.suppress(ForeignFileError):
         case = load_case(path)
         return name, str(draw({"inputs": case.inputs, "outputs": case.outputs}, name=case.name, width=120))
-    except ForeignFileError:
-        pass
     session = open_session(path, caller="yobx-flatten explain", failure=GenerationError)
     return name, _ports([_onnx_port(node) for node in session.get_inputs()], map(_onnx_port, session.get_outputs()))
 

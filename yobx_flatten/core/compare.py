@@ -110,7 +110,7 @@ def largest_difference(expected: object, found: object) -> float:
             return 0.0
         difference = float(abs(expected - found))  # exact for integers of any size
         return math.inf if difference != difference else difference
-    if not (_is_data(expected) and _is_data(found)):
+    if not (is_data(expected) and is_data(found)):
         if type(expected) is type(found) and (expected is found or bool(expected == found)):
             return 0.0
         raise ReplayError(f"expected {describe_leaf(expected)}, found {describe_leaf(found)}")
@@ -139,7 +139,7 @@ def shares_of_nan(expected: object, names: Sequence[str]) -> dict[str, float]:
 def share_of_nan(expected: object) -> float | None:
     """Return the share of NaN elements, or 1.0 if all are NaN or infinite; ``None`` for text and empty leaves."""
     # comparisons do not detect NaN, which counts as equal to NaN
-    if is_text(expected) or not _is_data(expected):
+    if is_text(expected) or not is_data(expected):
         return None
     if isinstance(expected, int):  # of any size
         return 0.0
@@ -161,7 +161,7 @@ def is_text(value: object) -> bool:
     return getattr(getattr(value, "dtype", None), "kind", "") in ("U", "O")
 
 
-def _is_data(value: object) -> bool:
+def is_data(value: object) -> bool:
     return isinstance(value, (torch.Tensor, *_NUMBERS)) or (hasattr(value, "__array__") and hasattr(value, "dtype"))
 
 
@@ -169,9 +169,7 @@ def _tensor(value: object) -> torch.Tensor:
     tensor = torch.as_tensor(value).detach().cpu()
     if tensor.is_quantized:
         return tensor.dequantize()
-    if tensor.is_nested or tensor.layout is torch.strided:
-        return tensor
-    return tensor.to_dense()
+    return tensor if tensor.is_nested or tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _tensors_apart(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -53,7 +53,15 @@ def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation:
     )
 
 
-def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
+_WITHOUT_DATA = fixed(
+    r"cannot be called on meta tensors|Cannot copy out of meta tensor",
+    "Weights that are offloaded or on the meta device have no data, so the program cannot be compared with the "
+    "module. Load the weights, or trace without the comparison, with inputs on the same device:",
+    "torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes(kwargs))",
+)
+
+
+def _devices(failure: Failure, found: re.Match[str]) -> Explanation | None:
     module = failure.module
     held = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
     devices = {str(tensor.device) for tensor in held}
@@ -63,21 +71,13 @@ def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
         return Explanation(text, remedy="module.to(device)")
     (device,) = devices
     if device == "meta":
-        return _without_data(failure, found)
+        return _WITHOUT_DATA[1](failure, found)
     paths = tuple(path for path, tensor in failure.leaves(torch.Tensor) if str(tensor.device) != device)
     what = f"{', '.join(paths[:3])} {'is' if len(paths) == 1 else 'are'} not" if paths else "other tensors are not"
     return Explanation(
         f"The weights are on {device}, and {what}. Move the inputs:",
         paths,
         f"torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to({device!r}), inputs)",
-    )
-
-
-def _without_data(failure: Failure, found: re.Match[str]) -> Explanation:
-    return Explanation(
-        "Weights that are offloaded or on the meta device have no data, so the program cannot be compared with the "
-        "module. Load the weights, or trace without the comparison, with inputs on the same device:",
-        remedy="torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes(kwargs))",
     )
 
 
@@ -269,7 +269,7 @@ _TABLE: list[Row] = [
     ),
     (r"to be on the same device, but found at least two devices", _devices),
     (r"Tensor on device \S+ is not on the expected device|found two different devices", _devices),
-    (r"cannot be called on meta tensors|Cannot copy out of meta tensor", _without_data),
+    _WITHOUT_DATA,
     (r"NestedTensorImpl doesn't support|strided NestedTensor|'NestedIntNode' object", _nested),
     (r"expected \d+ shapes, got \d+", _module_among_inputs),
     fixed(

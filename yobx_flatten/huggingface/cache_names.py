@@ -75,10 +75,8 @@ def name_in(values: object) -> str | None:
         return None
     # the keys only: an output of transformers 5.24 also has attributes with the older names
     names = set(values.keys())
-    for word in _WORDS:
-        if word in names and (word != _USUAL or values[word] is None or is_cache(values[word])):
-            return word
-    return None
+    known = (word for word in _WORDS if word in names)
+    return next((word for word in known if word != _USUAL or values[word] is None or is_cache(values[word])), None)
 
 
 def cache_of(values: ModelOutput) -> TransformersCache:

@@ -83,9 +83,7 @@ def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any], cache
         return "an empty quantized cache of this kind cannot be made"
     known = {*(_ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER), cache_is}
     unknown = [name for name, value in kwargs.items() if name not in known and isinstance(value, torch.Tensor)]
-    if unknown:
-        return f"the package does not know which sizes {', '.join(unknown)} must have"
-    return None
+    return f"the package does not know which sizes {', '.join(unknown)} must have" if unknown else None
 
 
 def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:

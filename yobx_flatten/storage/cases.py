@@ -8,9 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from ..core.compare import largest_difference, share_of_nan
+from ..core.compare import is_data, largest_difference, share_of_nan
 from ..diagnose.comparison import Report
 from ..errors import DamagedFileError, InvalidArgumentError, ReplayError, describe_class, without_cause
 from ..errors.failures import table
@@ -214,7 +212,7 @@ def replay_case(
 
 def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseReport:
     named = zip(leaf_names(case.inputs), plain_names(case.inputs), leaves_of(case.inputs), strict=True)
-    given = [row for row in named if _is_data(row[2])]
+    given = [row for row in named if is_data(row[2]) or isinstance(row[2], str)]
     wanted = list(runner.ports)
     places = match(wanted, [(name, *spellings_of(plain), plain) for name, plain, _ in given])
     missing = [name for name in wanted if name not in places]
@@ -232,7 +230,7 @@ def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseRepor
 
     names = output_names(case.outputs, leaf_names(case.inputs))
     rows = list(zip(names, plain_names(case.outputs), leaves_of(case.outputs), strict=True))
-    rows = [row for row in rows if _is_data(row[2])]
+    rows = [row for row in rows if is_data(row[2]) or isinstance(row[2], str)]
     places = match(list(results), [(name, *spellings_of(plain), plain) for name, plain, _ in rows])
     found = {place: name for name, place in places.items()}
     outputs = []
@@ -247,8 +245,3 @@ def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseRepor
             error = without_cause(failed)
         outputs.append(OutputDifference(name, found[place], difference, error, share_of_nan(expected)))
     return CaseReport(case.name, runner.name, outputs, unused, seconds, tolerance)
-
-
-def _is_data(leaf: object) -> bool:
-    is_array = hasattr(leaf, "__array__") and hasattr(leaf, "dtype")
-    return is_array or isinstance(leaf, (torch.Tensor, bool, int, float, complex, str))

@@ -66,10 +66,8 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
             continue
         # a static layer counts in its own tensor; in a trace, other layers also count in tensors
         is_position = isinstance(value, torch.Tensor) and name == "cumulative_length" and "max_cache_len" in held
-        if in_cache and name in LENGTHS and not is_position:
-            template[name] = ["length"]
-        else:
-            template[name] = _read(value, name, leaves)
+        counts = in_cache and name in LENGTHS and not is_position
+        template[name] = ["length"] if counts else _read(value, name, leaves)
     paths = leaf_paths(template) if waiting else []
     for name, value in waiting:
         template[name] = _read_like(name, value, leaves, paths)

@@ -17,17 +17,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from .. import errors
 from ..core.compare import WEIGHT_TYPES, tolerance
 from ..core.files.document import TEXTS, own_files, read_document, write_tensor_file
 from ..core.files.scratch import check_writable, publish_folder, scratch_for, settle
-from ..errors import (
-    FolderExistsError,
-    InvalidArgumentError,
-    ModelSourceError,
-    ReplayError,
-    describe_class,
-    is_installed,
-)
+from ..errors import FolderExistsError, InvalidArgumentError, ModelSourceError, ReplayError, describe_class
 from ..errors.failures import STEP
 from ..export.model_facts import ModelFacts
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
@@ -303,7 +297,7 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
         tolerance=tolerance("file", plan.dtype),
         files=names,
         cases=made.cases,
-        versions={name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)},
+        versions={name: importlib.metadata.version(name) for name in _LIBRARIES if errors.is_installed(name)},
         proof=plan.proof,
         quality={name: report.quality for name, report in made.reports.items() if report.quality},
         cache="shared" if made.shared else "in_place" if is_in_place else "growing",

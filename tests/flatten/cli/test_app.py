@@ -22,17 +22,7 @@ from yobx_flatten.__main__ import main
 from yobx_flatten.cli import app as app_file
 from yobx_flatten.cli.app import app
 from yobx_flatten.cli.inspect_commands import is_object_name
-from yobx_flatten.core.terminal.command_line import (
-    Terminated,
-    UserError,
-    explain_failure,
-    lasting_streams,
-    printable,
-    say,
-    say_json,
-    table,
-    terminable,
-)
+from yobx_flatten.core.terminal import command_line
 from yobx_flatten.errors import install_line
 
 COMMANDS = [
@@ -86,7 +76,7 @@ def test_debug_shows_the_stack_trace_wherever_it_stands(capsys):
     [
         (KeyboardInterrupt(), 130, "interrupted, nothing was written\n"),
         (KeyboardInterrupt("interrupted; a.onnx is whole"), 130, "yobx-flatten: interrupted; a.onnx is whole\n"),
-        (Terminated(), 143, "yobx-flatten: terminated, nothing was written\n"),
+        (command_line.Terminated(), 143, "yobx-flatten: terminated, nothing was written\n"),
         (ReplayError("differs\n  case by case"), 1, "differs\n  case by case"),
         (OSError(errno.ENOSPC, "No space left on device", "m.onnx"), 2, "the disk is full, writing m.onnx"),
         (RuntimeError("PytorchStreamWriter failed: No space left on device"), 2, "the disk is full"),
@@ -96,7 +86,7 @@ def test_debug_shows_the_stack_trace_wherever_it_stands(capsys):
     ],
 )
 def test_every_error_has_a_line_and_a_status(error, status, words, capsys):
-    assert explain_failure(error, debug=False) == status
+    assert command_line.explain_failure(error, debug=False) == status
     assert words in capsys.readouterr().err
 
 
@@ -202,16 +192,18 @@ def test_names_in_a_file_are_spelled_out(tmp_path):
     assert "gnp" in json.loads(as_json.output)[0]["lines"][1]
 
 
-@pytest.mark.parametrize("error", [UserError(ATTACK), ValueError(ATTACK), FileNotFoundError(2, "no file", ATTACK)])
+@pytest.mark.parametrize(
+    "error", [command_line.UserError(ATTACK), ValueError(ATTACK), FileNotFoundError(2, "no file", ATTACK)]
+)
 def test_errors_tables_and_json_are_spelled_out(error, capsys):
     error.add_note(ATTACK)
-    explain_failure(error, debug=False)
+    command_line.explain_failure(error, debug=False)
     shown = capsys.readouterr().err
     assert obeyed(shown) == []
     assert SHOWN in shown
-    table(["name", "value"], [[ATTACK, "1"]])
+    command_line.table(["name", "value"], [[ATTACK, "1"]])
     assert obeyed(capsys.readouterr().out) == []
-    say_json({"name": ATTACK})
+    command_line.say_json({"name": ATTACK})
     shown = capsys.readouterr().out
     assert obeyed(shown) == []
     assert json.loads(shown) == {"name": ATTACK}
@@ -220,7 +212,7 @@ def test_errors_tables_and_json_are_spelled_out(error, capsys):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_a_model_writes_is_spelled_out_on_a_terminal_only(capsys, monkeypatch, is_terminal):
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
-    say(ATTACK, is_result=True)
+    command_line.say(ATTACK, is_result=True)
     assert capsys.readouterr().out == (SHOWN if is_terminal else ATTACK) + "\n"
 
 
@@ -307,18 +299,18 @@ def test_a_command_that_is_terminated_in_its_imports_prints_a_line(package, argv
 def test_the_handler_is_put_back_and_one_of_the_program_or_of_a_fork_stays():
     """A server that runs a command in its process has its own way to end; so has a pool, which waits for a status."""
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated), terminable():
+    with pytest.raises(command_line.Terminated), command_line.terminable():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
     seen = []
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
-        with terminable():
+        with command_line.terminable():
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen == [signal.SIGTERM]
-    with terminable():
+    with command_line.terminable():
         child = os.fork()
         if not child:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -331,22 +323,22 @@ ROWS = [["a", "first[0]", "1.5"], ["b", "second one", "-"]]
 
 def test_a_table_has_columns_where_its_longest_words_fit_and_rows_of_several_lines_elsewhere(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
-    table(["name", "what", "MB"], ROWS)
+    command_line.table(["name", "what", "MB"], ROWS)
     heading, rule, *rows = capsys.readouterr().out.splitlines()
     assert set(rule.strip()) == {"─"}
     assert [line.split() for line in (heading, *rows)] == [["name", "what", "MB"], *(" ".join(r).split() for r in ROWS)]
     assert heading.index("what") == rows[0].index("first[0]") == rows[1].index("second")
     monkeypatch.setenv("COLUMNS", "14")
-    table(["name", "what", "MB"], ROWS)
+    command_line.table(["name", "what", "MB"], ROWS)
     assert capsys.readouterr().out.splitlines() == ["a  first[0]", "    MB: 1.5", "b  second one"]
 
 
 def test_json_has_no_infinite_number_and_other_text_stays(capsys):
     """`null` stands for them, since JSON has none; what it does not know either is text."""
-    say_json({"a": [float("nan"), float("inf"), 1.5], 2: (None, True), "kind": int})
+    command_line.say_json({"a": [float("nan"), float("inf"), 1.5], 2: (None, True), "kind": int})
     assert json.loads(capsys.readouterr().out) == {"a": [None, None, 1.5], "2": [None, True], "kind": "<class 'int'>"}
     text = "Grüße\t日本語\nไทย 🙂\u200d\u200f"
-    assert (printable(text), printable("a\r\nb")) == (text, "a\nb")
+    assert (command_line.printable(text), command_line.printable("a\r\nb")) == (text, "a\nb")
 
 
 STAGES = """
@@ -375,10 +367,10 @@ def test_characters_that_are_missing_are_printed_by_their_number(monkeypatch, en
     held = io.BytesIO()
     stream = io.TextIOWrapper(held, encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
-    with lasting_streams():
-        say("fian\u00e9 \u2713 \udcff")
-        say_json({"a": "\u00e9\u2713"})
-        table(["a", "b"], [["\u2713", "x"]])
+    with command_line.lasting_streams():
+        command_line.say("fian\u00e9 \u2713 \udcff")
+        command_line.say_json({"a": "\u00e9\u2713"})
+        command_line.table(["a", "b"], [["\u2713", "x"]])
     assert sys.stdout is stream
     assert stream.errors == "strict"
     text = held.getvalue().decode(encoding)

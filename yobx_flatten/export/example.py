@@ -22,7 +22,7 @@ from ..huggingface.cache_names import after_cache, forward_of, name_in, named_fo
 from ..huggingface.layer_weights import offloaded_readers, streamed_readers
 from ..registry.recipe.aliases import DynamicShapes, PyTree
 from ..trace.program import arguments_of, traced_inputs
-from ..trees.arguments import check_no_modules, has_no_data, shapes_by_name
+from ..trees.arguments import check_no_modules, did_you_mean, has_no_data, shapes_by_name
 from ..trees.dynamic_specs import by_parameter, with_attached, without_specs
 from ..trees.shapes import check_entries, same_container, shapes_of_leaves, with_none_below, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
@@ -364,11 +364,9 @@ def check_all_read(
     unread = [name for name in names if (name, False) in in_graph and (name, True) not in in_graph]
     if unread:
         parameters = [p.name for p in _parameters(module).values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        close = difflib.get_close_matches(unread[0], parameters, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise InvalidArgumentError(
             f"{type(module).__qualname__}.forward has no parameter {', '.join(map(repr, unread))}, and reads no such "
-            f"name from its **kwargs. Its parameters are {', '.join(parameters)}.{hint}"
+            f"name from its **kwargs. Its parameters are {', '.join(parameters)}.{did_you_mean(unread[:1], parameters)}"
         )
 
 

@@ -9,8 +9,8 @@ import itertools
 import logging
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy
 import numpy.typing as npt
@@ -181,11 +181,11 @@ def find_grid(matrix: Floats) -> WeightGrid | None:
     if (short == matrix).all():  # the weights were computed in half precision
         matrix = short
     # fast rejection: a matrix that fits any form in any block size fits this form in the smallest blocks
-    if _with_lowest(_sample(matrix, _BLOCKS[-1]), 8) is None:
+    if _fit(_sample(matrix, _BLOCKS[-1]), 8, "lowest") is None:
         return None
     sizes = [size for size in _BLOCKS if columns % size == 0]
-    for bits, size, form in itertools.product((4, 8), sizes, (_symmetric, _with_zero, _with_lowest)):
-        found = None if form(_sample(matrix, size), bits) is None else _whole(matrix, size, bits, form)
+    for bits, size, form in itertools.product((4, 8), sizes, get_args(_Form)):
+        found = None if _fit(_sample(matrix, size), bits, form) is None else _whole(matrix, size, bits, form)
         if found is not None:
             apart = numpy.abs(found.weights() - matrix).reshape(-1, size).max(1)
             if (apart <= _allowed(matrix.reshape(-1, size))).all():
@@ -201,7 +201,8 @@ def pairs(numbers: Bytes) -> Bytes:
 _Parts: TypeAlias = tuple[Floats, Floats, Floats | None, Floats | None]
 """The integers, scales, zero points and lowest weights of quantized blocks."""
 
-_Form: TypeAlias = Callable[[Floats, int], _Parts | None]
+_Form: TypeAlias = Literal["symmetric", "zero", "lowest"]
+"""Integers without a zero point, such as -8 to 7; with one; or multiples of the scale above the lowest weight."""
 
 
 def _sample(matrix: Floats, size: int) -> Floats:
@@ -211,10 +212,10 @@ def _sample(matrix: Floats, size: int) -> Floats:
 
 
 def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | None:
-    """Represent each block of a matrix as integers and a scale with ``form``; ``None`` if a block has no such scale."""
+    """Represent each block of a matrix as integers and a scale; ``None`` if a block has no such scale."""
     blocks, made = matrix.reshape(-1, size), []
     for start in range(0, len(blocks), _CHUNK):
-        parts = form(blocks[start : start + _CHUNK], bits)
+        parts = _fit(blocks[start : start + _CHUNK], bits, form)
         if parts is None:
             return None
         made.append((parts[0].astype(numpy.uint8), *parts[1:]))
@@ -242,31 +243,24 @@ def _allowed(blocks: Floats) -> Floats:
     return last * largest
 
 
-def _symmetric(blocks: Floats, bits: int) -> _Parts | None:
-    """Find scales at which block weights are integers without a zero point, such as -8 to 7 for 4 bits."""
-    half = 2 ** (bits - 1)
-    # first the usual ranges: the largest integer is 127 in most 8-bit formats, and -8 in most 4-bit formats
-    counts = sorted(range(1, half + 1), key=lambda count: (count != half - (bits == 8), -count))
-    found = _search(blocks, numpy.abs(blocks).max(1), counts, within=(-half, half - 1))
-    return None if found is None else (found[0] + half, found[1], None, None)
-
-
-def _with_zero(blocks: Floats, bits: int) -> _Parts | None:
-    """Find a scale and a zero point for each block at which all weights are integers times the scale."""
-    most = 2**bits - 1
+def _fit(blocks: Floats, bits: int, form: _Form) -> _Parts | None:
+    """Find a scale for each block at which the weights are integers of the given form; ``None`` if a block has none."""
+    half, most = 2 ** (bits - 1), 2**bits - 1
+    if form == "symmetric":
+        # first the usual ranges: the largest integer is 127 in most 8-bit formats, and -8 in most 4-bit formats
+        counts = sorted(range(1, half + 1), key=lambda count: (count != half - (bits == 8), -count))
+        found = _search(blocks, numpy.abs(blocks).max(1), counts, within=(-half, half - 1))
+        return None if found is None else (found[0] + half, found[1], None, None)
+    if form == "lowest":
+        low = blocks.min(1).astype(numpy.float64)
+        found = _search(blocks, blocks.max(1) - low, range(most, 0, -1), within=(0, most), start=low)
+        return None if found is None else (*found, None, low)
     extent = numpy.maximum(blocks.max(1), 0) - numpy.minimum(blocks.min(1), 0)
     found = _search(blocks, extent, range(most, 0, -1), within=(-most, most))
     if found is None:
         return None
     zeros = -numpy.minimum(found[0].min(1), 0)
     return found[0] + zeros[:, None], found[1], zeros, None
-
-
-def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
-    """Find a scale for each block at which each weight is the lowest weight plus an integer times the scale."""
-    most, low = 2**bits - 1, blocks.min(1).astype(numpy.float64)
-    found = _search(blocks, blocks.max(1) - low, range(most, 0, -1), within=(0, most), start=low)
-    return None if found is None else (*found, None, low)
 
 
 def _search(

@@ -13,7 +13,7 @@ import inspect
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -183,24 +183,6 @@ def callee_of(target: object, method: str | None) -> Callee:
         raise InvalidArgumentError(f"record_calls: {type(target).__qualname__} has no method {method!r}.")
     label = f"{type(target).__qualname__}.{method}"
     return Callee(label, target, method, inspect.signature(getattr(target, method)))
-
-
-def module_of(callee: Callee, arguments: Iterable[str], constants: Mapping[str, Any]) -> torch.nn.Module:
-    """Make a module that calls the recorded method: ``forward`` takes the arguments, except stored constants."""
-    # torch.export has no dynamic shapes for **kwargs, where Hugging Face models receive half of their arguments
-    names = [name for name in arguments if name not in constants]
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # a deep copy of the module calls its copy of the owner
-        return self._callee.call({**dict(zip(names, args, strict=False)), **kwargs, **self._constants})
-
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it first
-    module: torch.nn.Module = type(type(callee.owner).__name__, (torch.nn.Module,), {"forward": forward})()
-    module._callee, module._constants = callee, dict(constants)  # type: ignore[assignment] # not a tensor or module
-    if isinstance(callee.owner, torch.nn.Module):
-        module.recorded = callee.owner
-        module.training = callee.owner.training
-    return module
 
 
 class Fact(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import inspect
 import itertools
 import os
 import pathlib
@@ -25,7 +26,7 @@ from ...trees.shapes import dynamic_shapes
 from ...trees.walk import output_names
 from ..proof.replay import CaseResult
 from .axes import Axes, constants_of, read_axes, varying_in
-from .call import Call, Callee, call_files, callee_of, libraries_in_use, module_of, read_call, same_value
+from .call import Call, Callee, call_files, callee_of, libraries_in_use, read_call, same_value
 
 
 class RecordedCalls(Sequence[Call]):
@@ -265,7 +266,21 @@ class RecordedCalls(Sequence[Call]):
                 "The folder stores recorded calls, but not the model that was called. Pass the model:\n"
                 f"    RecordedCalls.load(folder, model)  # {self._callee.label}"
             )
-        return module_of(self._callee, calls[0].snapshot.spec.context, constants_of(calls))
+        callee, constants = self._callee, constants_of(calls)
+        # torch.export has no dynamic shapes for **kwargs, where Hugging Face models receive half of their arguments
+        names = [name for name in calls[0].snapshot.spec.context if name not in constants]
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # a copy of the module calls its copy of the owner
+            return self._callee.call({**dict(zip(names, args, strict=False)), **kwargs, **self._constants})
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
+        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it first
+        module: torch.nn.Module = type(type(callee.owner).__name__, (torch.nn.Module,), {"forward": forward})()
+        module._callee, module._constants = callee, constants  # type: ignore[assignment] # not a tensor or module
+        if isinstance(callee.owner, torch.nn.Module):
+            module.recorded = callee.owner
+            module.training = callee.owner.training
+        return module
 
     def replay(self, program: Callable[..., Any], phase: str | None = None, *, tolerance: float = 1e-4) -> RecordReplay:
         """Run a program on the recorded calls, and compare its outputs with the recorded outputs.

@@ -9,7 +9,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -111,7 +111,12 @@ class FileOptions:
         if self.cache not in get_args(CacheForm):
             raise InvalidArgumentError(f'cache must be "in_place" or "returned", found {self.cache!r}.')
         if is_onnx and proof != "none" and folder is None:
-            check_kernels(facts.kernel_types, self.caller)
+            for dtype in itertools.filterfalse(has_kernels, facts.kernel_types):
+                raise InvalidArgumentError(
+                    f"{self.caller}: onnxruntime has no kernels for weights of {dtype} on the CPU, so the file cannot "
+                    "be checked there. Use float32 or float16 (model.half()). If another execution provider will run "
+                    'the file, skip the check:\n    proof="none"'
+                )
         # for other runtimes, a file in float is written first, also if nothing is replayed
         written = proof if is_onnx else "full"
         check_room(facts, self.path, in_memory=int(proof != "none"), quantization=quantization, proof=written)
@@ -221,15 +226,6 @@ def check_room(
 def has_kernels(dtype: str) -> bool:
     """Return whether onnxruntime can multiply tensors of a dtype on the CPU; ``False`` for ``"bfloat16"``."""
     return dtype in ("float32", "float16", "float64")
-
-
-def check_kernels(types: Iterable[str], caller: str) -> None:
-    for dtype in itertools.filterfalse(has_kernels, types):
-        raise InvalidArgumentError(
-            f"{caller}: onnxruntime has no kernels for weights of {dtype} on the CPU, so the file cannot be checked "
-            "there. Use float32 or float16 (model.half()). If another execution provider will run the file, skip the "
-            'check:\n    proof="none"'
-        )
 
 
 def write_for(source: Source, options: FileOptions) -> ExportReport:

@@ -51,7 +51,7 @@ def test_the_weights_are_given_back_in_their_own_bits_and_blocks(levels, first, 
     for scales in (numpy.float16, numpy.float32):
         weights = _made(levels, block, first=first, lowest=lowest, scales=scales)
         grid = find_grid(weights)
-        assert (grid.bits, grid.block_size) == (bits, block)
+        assert (grid.bits, grid.numbers.shape[2]) == (bits, block)
         assert grid.numbers.max() < 2**bits
         assert (grid.lowest is not None) == lowest
         apart = numpy.abs(grid.weights() - weights).reshape(-1, block).max(1)
@@ -88,7 +88,7 @@ def test_weights_computed_in_half_precision_are_found_to_its_rounding():
     weights = (numbers.astype(numpy.float16) * scales).reshape(ROWS, COLUMNS)
     for given in (weights, weights.astype(numpy.float32)):
         grid = find_grid(given)
-        assert (grid.bits, grid.block_size) == (4, 128)
+        assert (grid.bits, grid.numbers.shape[2]) == (4, 128)
         exact = (numbers * scales.astype(numpy.float64)).reshape(ROWS, COLUMNS)
         largest = numpy.abs(exact).reshape(-1, 128).max(1)
         assert bool((numpy.abs(grid.weights() - exact).reshape(-1, 128).max(1) <= largest * 2.0**-10).all())
@@ -127,7 +127,7 @@ def test_super_blocks_of_the_library_gguf_are_given_back(name):
         stored[..., place : place + 2 or None] = scale
     read = numpy.ascontiguousarray(gguf.dequantize(stored.reshape(ROWS, -1), kind))
     grid = find_grid(read)
-    assert (grid.bits, grid.block_size) == (bits, block)
+    assert (grid.bits, grid.numbers.shape[2]) == (bits, block)
     apart = numpy.abs(grid.weights() - read).reshape(-1, block).max(1)
     assert bool((apart <= numpy.abs(read).reshape(-1, block).max(1) * 2.0**-21).all())
 

@@ -142,10 +142,6 @@ class WeightGrid:
     lowest: Floats | None = None  # weight of the integer 0, in shape and dtype of the scales; `None` with zero points
 
     @property
-    def block_size(self) -> int:
-        return int(self.numbers.shape[2])
-
-    @property
     def middle(self) -> int:
         """The integer that represents the weight 0 if blocks have no zero points."""
         return int(2 ** (self.bits - 1))

@@ -313,14 +313,11 @@ class Yardstick:
         self.module, self._names, self._state = module, names, (written, left)
         self._narrow: tuple[torch.dtype, ...] = _HALF if is_half else (torch.float32,)
         self._wide = torch.float32 if is_half else torch.float64
+        self.precise = str(self._wide).removeprefix("torch.")
         self._part = _PART if is_half else PART_OF_FLOAT32
         self._found: dict[int, tuple[Case, dict[str, float]]] = {}
         self.costs: dict[str, float] = {}
         self.largest: dict[str, float] = {}
-
-    @property
-    def precise(self) -> str:
-        return str(self._wide).removeprefix("torch.")
 
     @staticmethod
     def why_not(module: torch.nn.Module) -> str:

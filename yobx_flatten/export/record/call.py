@@ -321,9 +321,8 @@ def read_call(path: pathlib.Path, callee: Callee | None) -> Call:
                 parts[name] = _stored(path, name, facts, spec)
         about = msgspec.convert(about, About)
         if callee is None:
-            parameters = [
-                inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in load_static(about.names)
-            ]
+            names = load_static(about.names)
+            parameters = [inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in names]
             callee = Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))
         return Call(callee, about.index, about.kind, about.past, about.new, parts, about.error)
 

@@ -11,17 +11,9 @@ from torch.utils import _pytree as pytree
 
 import roundpipe_runtime.schedule
 import yobx_flatten
-from yobx_flatten import (
-    DecodeSizes,
-    decode_inputs,
-    dynamic_shapes,
-    export_onnx,
-    export_program,
-    make_dynamic_cache,
-    record_calls,
-    register_flattening_functions,
-)
+from yobx_flatten import dynamic_shapes, export_onnx, export_program, record_calls, register_flattening_functions
 from yobx_flatten.__main__ import main
+from yobx_flatten.huggingface import DecodeSizes, decode_inputs, make_dynamic_cache
 from yobx_flatten.model_folder.source import configuration
 from yobx_flatten.model_folder.source.configuration import small_model
 

@@ -1,17 +1,26 @@
-"""The reference lists every public name; how large the site is, what a page states, and that tables are up to date."""
+"""The reference lists every public name; how large the site is, what a page states, and what its tables show."""
 
 import importlib
 import importlib.util
+import json
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from packaging.requirements import Requirement
+from transformers import cache_utils
 
 import roundpipe_runtime
 import yobx_flatten
 from roundpipe_runtime import huggingface
 from tests import fresh_process, old_names
+from yobx_flatten import flattening_list, register_flattening_functions
+from yobx_flatten.huggingface.caches.layers import LETTERS, OTHER_LETTERS, kind_of_code
+from yobx_flatten.huggingface.caches.layouts import flatten_layers
+from yobx_flatten.huggingface.recipes import transformers_recipes
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -217,3 +226,134 @@ def test_libraries_differ_as_the_page_states(claim):
     for library in needed:
         pytest.importorskip(library, reason="one of the two")
     assert fresh_process.run("-c", code).stdout == printed
+
+
+def program(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+plan_table, tried_table = program("plan_table"), program("tried_table")
+STORED = json.loads((DOCS / "data" / "plans.json").read_text(encoding="utf-8"))
+
+
+def test_the_table_has_every_model_and_training_and_its_numbers_are_those_of_the_machines():
+    """Weights of 2 bytes, gradients, masters and two moments of 4: 18 bytes; 10 with 8 bits; adapters leave 2."""
+    assert STORED.keys() == plan_table.MODELS.keys()
+    assert all(tuple(trainings) == plan_table.TRAININGS for trainings in STORED.values())
+    for name, trainings in STORED.items():
+        stated = float(name.rpartition(" ")[2].removesuffix("B"))
+        assert all(abs(found["parameters"] / 1e9 / stated - 1) < 0.25 for found in trainings.values())
+        for name, each in zip(plan_table.TRAININGS, (18, 10, 2), strict=True):
+            found = trainings[name]
+            assert each * found["parameters"] < found["host bytes"] < (each + 1.7) * found["parameters"] + 6e9
+        for found in trainings.values():
+            machines = [found["machines"][size] for size in plan_table.MACHINES]
+            fits = [machine["fits"] for machine in machines]
+            assert fits == sorted(fits)
+            times = [machine["seconds on 1"] for machine in machines if machine["fits"]]
+            assert times == sorted(times, reverse=True)
+            assert all(machine["seconds on 4"] < machine["seconds on 1"] for machine in machines)
+
+
+@pytest.mark.slow  # seconds: a model of 28 layers is measured
+def test_two_layers_stand_for_all_of_them():
+    import torch
+
+    from roundpipe_runtime.estimate import Hardware
+    from roundpipe_runtime.huggingface.plan_training import PlannedTraining, model_on_meta
+
+    name = next(iter(STORED))
+    cls, sizes = plan_table.MODELS[name]
+    model = model_on_meta(getattr(transformers, cls)(dtype="bfloat16", **sizes))
+    card = Hardware(names=("cuda:0",), kind="cuda", host=None, host_rate=1e9, origin={}, **plan_table.MACHINES["24 GB"])
+    size = {"batch": plan_table.BATCH, "length": plan_table.LENGTH, "num_microbatch": plan_table.MICROBATCHES}
+    report = PlannedTraining(model, card, optim_dtype=torch.float32).report(**size)
+    stored = STORED[name][plan_table.TRAININGS[0]]
+    found = stored["machines"]["24 GB"]
+    assert stored["parameters"] == sum(p.numel() for p in model.parameters())
+    assert 0.95 * stored["host bytes"] < report.host_memory.total <= stored["host bytes"]
+    assert report.simulation.time == pytest.approx(found["seconds on 1"], rel=1e-3)
+    assert max(memory.total for memory in report.device_memory) == pytest.approx(found["device bytes"], rel=1e-3)
+
+
+FOUND = json.loads((DOCS / "data" / "store-peer.json").read_text(encoding="utf-8"))
+STORE_PAGE = (DOCS / "dev" / "store_format.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_the_guide_is_the_measured_one():
+    rows = STORE_PAGE.partition("| value | onnx-diagnostic | yobx_flatten |\n|---|---|---|\n")[2].splitlines()
+    expected = [
+        f"| {name} | {row['onnx-diagnostic']} | {row['yobx_flatten']} |" for name, row in FOUND["values"].items()
+    ]
+    assert rows == expected
+    for name in ("onnx-diagnostic", "torch", "transformers"):
+        assert f"{name} {FOUND['versions'][name]}" in STORE_PAGE
+    assert {row["yobx_flatten"] for row in FOUND["values"].values()} == {"the same"}
+    assert sum(row["onnx-diagnostic"].startswith("not ") for row in FOUND["values"].values()) > 10
+
+
+RECORDED = {
+    "date": "2026-11-25",
+    "ok": False,
+    "versions": {"python": "3.11.7", "torch": "2.15.0+cu130", "transformers": "5.25.0"},
+    "steps": [
+        {"name": "the programs of the README", "result": "ok", "reason": "", "seconds": 2.0},
+        {"name": "roundpipe demo", "result": "failed", "reason": "A | B\n`c`", "seconds": 2.0},
+        {"name": "further cases", "result": "not there", "reason": "no folder", "seconds": 0.0},
+    ],
+    "unknown": {"model types": ["dory"], "caches": []},
+}
+
+
+def test_the_newest_versions_and_their_results_are_shown(tmp_path):
+    assert tried_table.in_words(Requirement("torch")) == ""
+    shown = list(tried_table.lines(RECORDED))
+    held = tried_table.development()
+    assert f"| torch |  | {held['torch']} | 2.15.0 | 2.11 and newer |" in shown
+    before = ", ".join(tried_table.older())
+    assert f"| transformers | {before} | {held['transformers']} | 5.25.0 | 4.56 and newer, below 6 |" in shown
+    assert before.startswith("4.56.2, ")
+    assert "`make newest` ran with the newest versions on 2026-11-25, and not all steps passed:" in shown
+    assert "| the programs of the README | ok |" in shown
+    assert r"| roundpipe demo | failed: `A \| B 'c'` |" in shown
+    assert "| further cases | not there |" in shown
+    assert shown[-1] == "- model types: `dory`"
+    assert "all steps passed:" in "\n".join(tried_table.lines({**RECORDED, "ok": True}))
+    assert list(tried_table.lines(None))[-1] == "The newest versions are not recorded yet: `make newest` records them."
+    tried_table.write_tried(tmp_path)
+    assert (tmp_path / "tried.md").read_text(encoding="utf-8").startswith("| | older | development and CI | newest |")
+    assert "{include} ../tables/tried.md" in (DOCS / "guide" / "install.md").read_text(encoding="utf-8")
+
+
+def rows(kind):
+    return {row.cls.rpartition(".")[2]: row for row in flattening_list() if row.kind == kind}
+
+
+def test_every_layer_and_every_class_that_the_block_registers_is_listed_with_its_code():
+    letters = {name: letter for name, letter in (LETTERS | OTHER_LETTERS).items() if hasattr(cache_utils, name)}
+    letters = {getattr(cache_utils, name).__name__: letter for name, letter in letters.items()}
+    found = {name: row.code for name, row in rows("layer").items() if row.since}
+    assert found == letters
+    listed = {row.cls: row.registered_by for row in flattening_list() if row.kind != "layer"}
+    with register_flattening_functions(patch_transformers=True) as undo:
+        for cls, ours in undo.items():
+            if cls.__module__.startswith("transformers."):
+                expected = "yobx_flatten" if ours else "transformers"
+                assert listed[f"{cls.__module__}.{cls.__qualname__}"] == expected
+    stored = {f"{c.__module__}.{c.__qualname__}": recipe.name for c, recipe in transformers_recipes().items() if recipe}
+    assert {row.cls: row.code for row in flattening_list() if row.registered_by == "yobx_flatten"} == stored
+
+
+@pytest.mark.parametrize("code", ["D", "W8", "S16", "X8"])
+def test_the_leaves_of_a_layer_are_those_that_it_comes_apart_into(code):
+    kind, parameter = kind_of_code(code)
+    layer = kind.empty(parameter)
+    layer.update(torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4), {"cache_position": torch.arange(3)})
+    _, names = flatten_layers([layer], plain=False)
+    parts = [name.partition("_")[0] for name in names if name != "length"]
+    row = rows("layer")[kind.cls.__name__]
+    assert parts == [part for part in row.leaves.split(", ") if part != "position" or kind.has_position]
+    assert ("length" in names) == ("length" in row.counters.split(", "))

@@ -367,10 +367,7 @@ def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, run
 @pytest.mark.slow
 @pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))
 def test_bytes_of_the_link_are_counted_on_an_accelerator():
-    """Weights come to the device twice in a step, and gradients of float32 go back: 2 + 2 up and 4 down of a weight.
-
-    Activations between stages come on top: in the small shape they are more than the weights.
-    """
+    """Weights come twice in a step, gradients of float32 go back: 2 + 2 up, 4 down; activations add more."""
     row = rows_of("1.7B", tiny=True)[0]
     command = ("-m", "benchmarks.gpu.measure", row.name, OURS[0], "--device", "late:0", "--seconds", "250")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

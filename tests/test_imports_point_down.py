@@ -80,10 +80,7 @@ def where(found: Import) -> str:
 
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_packages_depend_in_one_direction_and_optional_frameworks_are_not_imported_at_the_top(module):
-    """`yobx_flatten` knows nothing of the runtime; the runtime uses the public names of `yobx_flatten` only.
-
-    Its command line is made of the same pieces as the other one. Loading a file asks for torch and nothing else.
-    """
+    """`yobx_flatten` knows nothing of the runtime, which uses its public names; loading a file asks for torch alone."""
     allowed = MAY_IMPORT_AT_THE_TOP.get(module, set())
     at_the_top = [found for found in imports_of(module) if found.at_the_top]
     late = [where(found) for found in at_the_top if found.target.partition(".")[0] in OPTIONAL - allowed]

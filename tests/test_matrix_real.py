@@ -1,4 +1,4 @@
-"""The page of the model with trained weights shows what was recorded, and its measures are those of their formulas."""
+"""The pages of exporters and of trained models show what was recorded; verdicts and measures are those of formulas."""
 
 import json
 import math
@@ -9,6 +9,11 @@ import torch
 
 from matrix import real_llama_cpp, real_runtimes, real_speed
 from matrix.cases import DifferenceError
+from matrix.command import work_left
+from matrix.oracle import parse
+from matrix.oracle_cases import RANKS, TYPES, judged, run_type
+from matrix.oracle_exporters import EXPORTERS
+from matrix.oracle_page import NOT_RUN, small_table, verdict_of
 from matrix.real_cases import FORMS, RealTrial, divergence, perplexity
 from matrix.real_embeddings import FORMS as EMBEDDING_FORMS
 from matrix.real_embeddings import sentences
@@ -17,10 +22,9 @@ from matrix.real_texts import write_chats
 from matrix.real_training import STEM
 from matrix.real_training_cases import BAR, TASKS
 from matrix.results import Results, recorded_file
-from yobx_flatten import export_folder
+from matrix.runner import Limits, Runner
+from yobx_flatten import CaseResult, ExportReport, VerifiedFile, export_folder
 from yobx_flatten.model_folder.source.configuration import small_model
-
-DOCS = Path(__file__).parent.parent / "docs"
 
 
 def test_every_form_is_recorded_and_the_forms_of_this_package_pass():
@@ -122,3 +126,78 @@ def test_every_form_of_the_whisper_writes_the_model_s_text_and_llama_cpp_is_time
     with pytest.raises(SystemExit, match="needs npm"):
         real_llama_cpp.install(tmp_path / "packages")
     assert not (tmp_path / "packages").exists()
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_no_cell_of_ours_is_worse_and_a_file_is_called_wrong_only_next_to_two_computations():
+    """Both are ten times further from the file than from each other, or the file returns other shapes."""
+    results = Results.read(recorded_file("oracle"))
+    assert (DOCS / "tables" / "oracle.md").read_text(encoding="utf-8") == small_table(results) + "\n"
+    assert set(results.types) <= set(TYPES)
+    ranks = [*RANKS, NOT_RUN]
+    verdicts = {name: [verdict_of(results, name, one) for one in EXPORTERS] for name in results.types}
+    own = {name: verdict_of(results, name, "yobx-flatten") for name in results.types}
+    behind = {name for name in own if own[name] != min(verdicts[name], key=ranks.index)}
+    assert behind == set()
+    for name, entry in results.types.items():
+        for exporter, result in entry["columns"].items():
+            if result.get("verdict") == "wrong values":
+                apart = result["apart"]
+                near = min(apart["float32"], apart["float64"]) if apart else 1.0
+                assert near > 10 * apart.get("between", 0.0), (name, exporter)
+
+
+def found(*cases, remarks=()):
+    report = ExportReport("Model", tolerance=1e-4)
+    report.cases += [CaseResult(name, "onnxruntime", 1, {"y": off}, 0.0, error) for name, off, error in cases]
+    report.remark(*remarks)
+    return VerifiedFile("a call", report)
+
+
+RIGHT = ("the example", 1e-6, None)
+JUDGED = {
+    "right": found(RIGHT, ("batch 3", 1e-5, None)),
+    "right at some sizes only": found(("the example", 0.0, "step 0: Fail: dimensions"), ("batch 3", 0.0, None)),
+    "wrong values": found(RIGHT, ("batch 3", 0.5, None)),
+    "does not run": found(("the example", 0.0, "onnxruntime: no such operator"), ("batch 3", 0.0, "the same")),
+    "not judged": VerifiedFile(why_not="it takes words"),
+}
+
+
+@pytest.mark.parametrize("verdict", JUDGED)
+def test_the_verdict_follows_from_the_cases(verdict):
+    assert judged(JUDGED[verdict])[0] == verdict
+
+
+def test_shapes_and_fixed_sizes_count():
+    assert judged(found(RIGHT, ("batch 3", 0.0, "step 0, output 'y': expected shape (3, 2)")))[0] == "wrong values"
+    other_head = "step 0, output 'y': expected shape (3, 2)"
+    assert judged(found(("the example", 0.0, other_head), ("batch 3", 0.0, other_head)))[0] == "not judged"
+    for text in ("axis 0 of input_ids at 1", "axis 1 of input_ids at 2", "axis 2 of pixel_values at 1"):
+        assert judged(found(RIGHT, remarks=[f"the file fixes {text}"]))[0] == "right at some sizes only"
+    one_token = [f"the file fixes axis 1 of {name} at 1" for name in ("input_ids", "position_ids")]
+    assert judged(found(RIGHT, remarks=one_token))[0] == "right"
+
+
+def test_cells_are_processes_of_their_own_and_what_is_recorded_is_not_run_again(tmp_path):
+    options = parse(["--only", "bert", "--output", str(tmp_path / "oracle.json")])
+    assert options.apart
+    results = Results(options.output, {}, "oracle")
+    results.record("bert", {"torch.onnx": {"ok": True, "verdict": "right"}}, "state")
+    ((_, left, _),) = work_left(results, ["bert"], ["yobx-flatten", "torch.onnx"], None, "state")
+    assert left == ["yobx-flatten"]
+    assert verdict_of(results, "bert", "mobius-onnx") == NOT_RUN
+    assert "| torch.onnx | 1 |" in small_table(results)
+
+
+@pytest.mark.slow
+def test_two_cells_of_two_exporters_are_as_recorded():
+    recorded = Results.read(recorded_file("oracle"))
+    runner = Runner("oracle", Limits(seconds=900.0, gigabytes=32.0), run_type, preload=("matrix.preload_oracle",))
+    for name in ("llama", "qwen2"):
+        for exporter in ("yobx-flatten", "torch.onnx"):
+            result = runner.run_type(name, [exporter], {})[exporter]
+            assert result["verdict"] == verdict_of(recorded, name, exporter) == "right", result
+            assert result["cases"] >= 3

@@ -83,18 +83,13 @@ def test_the_steps_are_those_that_people_run(tmp_path):
     assert recorded_file("matrix", tmp_path).name == "matrix-5.23.0.json"
 
 
-@pytest.fixture
-def few(monkeypatch, tmp_path):
+def test_all_steps_are_recorded_with_versions_and_a_failed_one_stops_no_other(monkeypatch, tmp_path, capsys):
     unknown = program('print(\'{"model types": ["x"]}\')', shows=r"^\{")
     planned = [program("print(1)"), Step(newest.UNKNOWN, unknown.command, unknown.shows)]
     monkeypatch.setattr(newest, "steps", lambda cases: planned)
     monkeypatch.setattr(newest, "LOGS", ROOT / "build" / "newest-test")
-    monkeypatch.setattr(newest, "OUTPUT", tmp_path / "newest.json")
-    return planned, tmp_path / "newest.json"
-
-
-def test_all_steps_are_recorded_with_versions_and_a_failed_one_stops_no_other(few, capsys):
-    _, path = few
+    path = tmp_path / "newest.json"
+    monkeypatch.setattr(newest, "OUTPUT", path)
     assert newest.main(["--only", "step"]) == 0
     assert not path.exists()  # some of the steps record nothing
     with pytest.raises(SystemExit):
@@ -110,7 +105,6 @@ def test_all_steps_are_recorded_with_versions_and_a_failed_one_stops_no_other(fe
     said = capsys.readouterr().out
     assert "[1/2] a step ..." in said
     assert "not in the tables, model types: x" in said
-    planned, path = few
     planned[0] = program("1 / 0")
     assert newest.main([]) == 1
     found = json.loads(path.read_text(encoding="utf-8"))

@@ -22,27 +22,18 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module", params=range(len(blocks("python"))))
-def pasted(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pasted")
-    (folder / "pasted.py").write_text(blocks("python")[request.param], encoding="utf-8")
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_its_python_runs_when_a_block_is_pasted_alone(number, tmp_path):
+    """The one that exports writes its folder and prints the report of the README, but for times and differences."""
+    (tmp_path / "pasted.py").write_text(blocks("python")[number], encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = fresh_process.run("-m", "pasted", cwd=folder, env=environment, imported=fresh_process.TRAINER)
-    return folder, done.stdout
-
-
-def test_its_python_runs_when_a_block_is_pasted_alone(pasted):
-    """The one that exports writes the folder it names, and prints the report that the README shows.
-
-    Times and rounding differences are those of another machine.
-    """
-    folder, printed = pasted
-    exports = "export_folder" in (folder / "pasted.py").read_text(encoding="utf-8")
-    assert exports == (folder / "mistral-onnx" / "model.onnx").exists()
+    done = fresh_process.run("-m", "pasted", cwd=tmp_path, env=environment, imported=fresh_process.TRAINER)
+    exports = "export_folder" in blocks("python")[number]
+    assert exports == (tmp_path / "mistral-onnx" / "model.onnx").exists()
     if exports:
         lines = [
             [re.split(r"\d\.\de[-+]\d\d|\d+\.\d s", line)[0].rstrip() for line in report.splitlines()[1:]]
-            for report in (printed, *blocks("text"))
+            for report in (done.stdout, *blocks("text"))
         ]
         assert lines[0] == lines[1]
 

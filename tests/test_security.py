@@ -17,10 +17,9 @@ import torch
 from roundpipe_runtime import DamagedCheckpointError, load_checkpoint, save_checkpoint
 from tests.fuzz.doors import DOORS
 from tests.runtime import tiny_training as tiny
-from yobx_flatten import ProgramGenerator, export_program, load_nested
+from yobx_flatten import ProgramGenerator, export_program, load_nested, open_generator, verify_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import DamagedFileError, FlattenError, UntrustedFileError
-from yobx_flatten.model_folder import open_generator, verify_folder
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.program_runner import open_program

@@ -12,20 +12,11 @@ from torch.nn.functional import mse_loss
 from roundpipe_runtime import DeviceError, RoundPipe, RoundPipeError, RoundPipeRunConfig
 from roundpipe_runtime.__main__ import main as roundpipe
 from tests.modules import module_class
-from yobx_flatten import (
-    export_folder,
-    export_onnx,
-    export_program,
-    functions_from_fields,
-    open_generator,
-    open_model,
-    record_calls,
-    register_class_flattening,
-    unregister_class_flattening,
-    verify_folder,
-)
+from yobx_flatten import export_folder, functions_from_fields, open_generator, open_model, record_calls, verify_folder
 from yobx_flatten.__main__ import main as flatten
+from yobx_flatten.declare import register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import DynamicShapesError, FlattenError, InvalidArgumentError
+from yobx_flatten.export import export_onnx, export_program
 from yobx_flatten.model_folder.source import configuration
 
 Doubles = module_class("Doubles", lambda self, x: x * 2)

@@ -6,13 +6,8 @@ A process that loads a saved program imports this module for them, and no framew
 from dataclasses import dataclass
 from typing import Any
 
-from yobx_flatten import (
-    pytree_dataclass,
-    register_pytree_node,
-    register_pytree_node_class,
-    register_pytree_with_keys,
-    static_field,
-)
+from yobx_flatten import register_pytree_node, register_pytree_node_class, register_pytree_with_keys, static_field
+from yobx_flatten.declare import pytree_dataclass
 
 # Way 1: methods.
 

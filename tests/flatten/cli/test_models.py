@@ -16,12 +16,11 @@ from transformers import ByT5Tokenizer
 from tests import fresh_process
 from tests.flatten.model_folder.exported_folders import exported, saved
 from tests.modules import module_class
-from yobx_flatten import OnnxForCausalLM, RecordedCalls, make_dynamic_cache, record_calls, save_nested
+from yobx_flatten import ExportReport, OnnxForCausalLM, RecordedCalls, make_dynamic_cache, record_calls, save_nested
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import folder_commands
 from yobx_flatten.core.files import scratch
 from yobx_flatten.errors import GenerationError, InvalidArgumentError
-from yobx_flatten.export.proof.report import ExportReport
 from yobx_flatten.model_folder import stored_cases, write
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.runners.program_runner import ProgramRunner

@@ -13,13 +13,9 @@ from tests import fresh_process
 from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
 from tests.flatten.pair import Pair
 from tests.modules import module_class
-from yobx_flatten import (
-    export_program,
-    functions_from_fields,
-    make_flattening_function_for_dataclass,
-    mirror,
+from yobx_flatten import export_program, functions_from_fields, make_flattening_function_for_dataclass, mirror, register
+from yobx_flatten.declare import (
     pytree_dataclass,
-    register,
     register_class_flattening,
     register_pytree_node,
     register_pytree_node_class,
@@ -54,9 +50,6 @@ def paths(tree):
     return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
 
 
-# The examples of the lesson.
-
-
 @pytest.mark.parametrize("cls", [DenseParams, Dense])
 def test_functional_transforms_of_torch_pass_through(cls):
     layer = cls(torch.ones(5, 3), torch.zeros(5), activation="gelu")
@@ -66,9 +59,6 @@ def test_functional_transforms_of_torch_pass_through(cls):
     doubled = torch.func.vmap(lambda dense: pytree.tree_map(lambda leaf: 2 * leaf, dense))(layer)
     assert type(doubled) is cls
     assert doubled.weights.tolist() == [[2.0] * 3] * 5
-
-
-# Every table of torch, programs, files.
 
 
 @pytest.mark.parametrize(
@@ -162,9 +152,6 @@ def test_the_set_collects_the_classes_that_were_given_functions():
     assert supported == {Dense}
 
 
-# `pytree_dataclass`.
-
-
 @pytest.fixture
 def local():
     made: list[type] = []
@@ -232,9 +219,6 @@ def test_an_undecorated_subclass_inside_an_export_is_named_with_its_line(local):
     with pytest.raises(NotRegisteredError, match=r"register_pytree_node_class\(.*Sub\)") as caught:
         export_program(module, (Sub({"w": torch.ones(2)}, {}, 1),))
     assert "(TrainState is registered, which does not count for its subclasses)" in str(caught.value)
-
-
-# Registering twice, by others, by mistake.
 
 
 def test_the_same_functions_again_change_nothing_and_others_are_refused(pair_forgotten):

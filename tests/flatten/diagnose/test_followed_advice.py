@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import enum
 import operator
 import warnings
 
@@ -13,21 +12,13 @@ from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 import yobx_flatten
-from tests.flatten.diagnose.test_export_errors import CASES, Adds, Both, Takes, raised_by
+from tests.flatten.diagnose.test_export_errors import CASES, Adds, Both, Color, Opaque, Takes, raised_by
+from tests.flatten.diagnose.test_opaque import Items, Row
 from tests.modules import module_class, module_of
-from yobx_flatten import (
-    check_inputs,
-    check_recipe,
-    dynamic_shapes,
-    explain,
-    explain_error,
-    export_program,
-    find_unregistered,
-    register,
-    register_flattening_functions,
-    unregister_class_flattening,
-)
+from yobx_flatten import check_inputs, check_recipe, dynamic_shapes, explain, explain_error, find_unregistered
+from yobx_flatten.declare import register, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
+from yobx_flatten.export import export_program
 
 X = torch.ones(2, 3)
 Scales = module_class("Scales", lambda self, x, **kwargs: x * kwargs["scale"] + kwargs["shift"])
@@ -182,14 +173,6 @@ class Frozen:
     step: int = dataclasses.field(default=1, metadata={"static": True})
 
 
-class Items(dict):
-    pass
-
-
-class Row(list):
-    pass
-
-
 def with_attributes(obj, **attributes):
     for name, value in attributes.items():
         setattr(obj, name, value)
@@ -198,10 +181,6 @@ def with_attributes(obj, **attributes):
 
 class Default(collections.defaultdict):
     pass
-
-
-class Color(enum.Enum):
-    RED = 1
 
 
 class Written:
@@ -223,14 +202,8 @@ class Written:
         (Slotted(), "register(Slotted)"),
         (Frozen(X), "register(Frozen)"),
         (Items(a=X), "register(Items)"),
-        (
-            Row([X]),
-            "register_class_flattening(Row, lambda x: (list(x), None), lambda items, _: Row(items), None)",
-        ),
-        (
-            with_attributes(Row([X]), scale=X, name="n"),
-            "register(Row, children=['scale'], static=['name'])",
-        ),
+        (Row([X]), "register_class_flattening(Row, lambda x: (list(x), None), lambda items, _: Row(items), None)"),
+        (with_attributes(Row([X]), scale=X, name="n"), "register(Row, children=['scale'], static=['name'])"),
         (with_attributes(Items(a=X), scale=X), "register(Items, children=['scale'])"),
         (Written(X, "n"), "register_pytree_node_class(Written)"),
     ],
@@ -277,14 +250,10 @@ def test_a_class_that_jax_knows_is_mirrored():
 
 def test_a_class_whose_line_cannot_be_written_gets_the_names_of_the_arguments():
     """Without attributes; or with a factory, as a defaultdict: the keys alone would lose its items."""
-    (found,) = yobx_flatten.check_inputs(Takes(), (object.__new__(Empty),))
+    (found,) = yobx_flatten.check_inputs(Takes(), (type("Empty", (), {})(),))
     assert found.remedy == "register_class_flattening(Empty, f_flatten, f_unflatten, f_flatten_with_keys)"
     (found,) = find_unregistered(Default(list, a=X))
     assert found.remedy == "register_class_flattening(Default, f_flatten, f_unflatten, f_flatten_with_keys)"
-
-
-class Empty:
-    pass
 
 
 @pytest.mark.parametrize(
@@ -317,11 +286,6 @@ def test_a_constant_is_to_be_static(value, name):
 
 Scale = module_class("Scale", lambda self, x, y=None: x * 2 if y is None else (x * 2, y))
 Swallows = module_class("Swallows", lambda self, input_ids, attention_mask=None, **kwargs: (input_ids, attention_mask))
-
-
-class Opaque:
-    def __init__(self):
-        self.x = X
 
 
 def findings(*args):
@@ -439,11 +403,7 @@ def test_a_slice_is_a_warning_outside_the_block():
 
 @pytest.mark.parametrize(
     ("shapes", "message"),
-    [
-        ({"x": {5: Dim.AUTO}, "y": None}, "axis 5"),
-        (({}, {}, {}), "3 entries for 2 inputs"),
-        ("all", "dynamic_shapes"),
-    ],
+    [({"x": {5: Dim.AUTO}, "y": None}, "axis 5"), (({}, {}, {}), "3 entries for 2 inputs"), ("all", "dynamic_shapes")],
 )
 def test_dynamic_shapes_that_do_not_fit_are_errors(shapes, message):
     with pytest.raises(DynamicShapesError, match=message):

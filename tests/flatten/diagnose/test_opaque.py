@@ -17,20 +17,12 @@ from transformers import DynamicCache
 from tests import fresh_process
 from tests.flatten.core.test_compare import Trap
 from tests.modules import module_class
-from yobx_flatten import (
-    check_recipe,
-    compare_specs,
-    explain,
-    find_unregistered,
-    make_dynamic_cache,
-    register,
-    register_class_flattening,
-    register_flattening_functions,
-    unregister_class_flattening,
-)
+from yobx_flatten import register, register_class_flattening, register_flattening_functions, unregister_class_flattening
+from yobx_flatten.diagnose import check_recipe, compare_specs, explain, find_unregistered
 from yobx_flatten.diagnose.checks import recipe_of
 from yobx_flatten.diagnose.comparison import compare_spec_texts
 from yobx_flatten.errors import InvalidArgumentError, InvalidRegistrationError, NotRegisteredError, RoundTripError
+from yobx_flatten.huggingface import make_dynamic_cache
 from yobx_flatten.registry.recipe.roundtrip import CHECKS
 from yobx_flatten.testing import recipe_tests
 
@@ -145,9 +137,13 @@ def test_the_leaf_and_what_is_inside_it_are_told_apart_and_the_text_names_place_
     )
 
 
-def test_what_torch_takes_apart_is_not_found():
+def test_what_torch_takes_apart_is_not_found_one_object_in_two_places_twice_and_a_tensor_in_two_once():
     tree = {"a": [X, (1, None)], "b": Pair(X, "s"), "c": Plain([1, [2]]), "d": print, "e": collections.deque([X])}
     assert paths({**tree, "f": [lambda: X, X.add_, Plain([lambda: X])]}) == []
+    shared = Plain([X, [X, X]])
+    assert paths([shared, {"again": shared}]) == ["tree[0]", "tree[1]['again']"]
+    (found,) = find_unregistered(shared)
+    assert (found.path, found.tensors, found.nbytes) == ("tree", 1, 24)
 
 
 def test_a_registered_class_is_not_found_and_what_is_in_it_is_and_a_flatten_function_that_fails_says_where():
@@ -169,13 +165,6 @@ def test_a_registered_class_is_not_found_and_what_is_in_it_is_and_a_flatten_func
         assert raised.value.__notes__ == ["while tree['a'][0], tests.flatten.diagnose.test_opaque.Plain, was flattened"]
     finally:
         unregister_class_flattening(Plain)
-
-
-def test_one_object_in_two_places_is_found_in_both_and_a_tensor_in_two_counts_once():
-    shared = Plain([X, [X, X]])
-    assert paths([shared, {"again": shared}]) == ["tree[0]", "tree[1]['again']"]
-    (found,) = find_unregistered(shared)
-    assert (found.path, found.tensors, found.nbytes) == ("tree", 1, 24)
 
 
 def test_sets_and_modules_are_leaves_to_torch_and_nothing_of_an_object_runs():
@@ -323,12 +312,7 @@ def test_static_data_that_does_not_hash_is_found():
 
 
 # the registrations of torch itself, which a saved program relies on
-test_recipes = recipe_tests(
-    [X, {"a": X}],
-    (X,),
-    collections.OrderedDict(a=X),
-    collections.deque([X]),
-)
+test_recipes = recipe_tests([X, {"a": X}], (X,), collections.OrderedDict(a=X), collections.deque([X]))
 
 
 def test_one_test_is_made_for_each_sample_and_check_and_fails_like_the_check():
@@ -393,7 +377,7 @@ def test_containers_tensors_arrays_and_values():
     """)
 
 
-def test_an_object_that_is_not_registered_is_marked_and_the_line_stands_below():
+def test_an_object_that_is_not_registered_is_marked_the_line_stands_below_and_rows_tell_what_they_are():
     assert drawn([Opaque(), X, Opaque()]) == lines("""
         tree: list of 3
         ├─ [0]: ✗ Opaque, not registered: 2 tensors, 72 bytes
@@ -403,6 +387,16 @@ def test_an_object_that_is_not_registered_is_marked_and_the_line_stands_below():
         ✗ Register it first:
             register(Opaque, children=['a', 'b'])
     """)
+    drawing = explain({"x": X, "o": [Opaque()], "n": 1})
+    assert [(row.depth, row.label, row.kind) for row in drawing.rows] == [
+        (0, "tree", "node"),
+        (1, "['x']", "tensor"),
+        (1, "['o']", "node"),
+        (2, "[0]", "opaque"),
+        (1, "['n']", "value"),
+    ]
+    assert [found.path for found in drawing.unregistered] == ["tree['o'][0]"]
+    assert repr(drawing) == str(drawing)
 
 
 def test_equal_layers_are_one_row_with_what_is_below_also_where_two_kinds_take_turns():
@@ -463,19 +457,6 @@ def test_rows_are_cut_at_the_width_an_object_that_holds_itself_ends_and_a_repr_t
         assert drawn([Shy()], width=200).endswith("Shy, a leaf without tensors")
     finally:
         unregister_class_flattening(Opaque)
-
-
-def test_rows_tell_what_they_are():
-    drawing = explain({"x": X, "o": [Opaque()], "n": 1})
-    assert [(row.depth, row.label, row.kind) for row in drawing.rows] == [
-        (0, "tree", "node"),
-        (1, "['x']", "tensor"),
-        (1, "['o']", "node"),
-        (2, "[0]", "opaque"),
-        (1, "['n']", "value"),
-    ]
-    assert [found.path for found in drawing.unregistered] == ["tree['o'][0]"]
-    assert repr(drawing) == str(drawing)
 
 
 DIFFERENCES = {

@@ -5,8 +5,7 @@ import pathlib
 import tempfile
 
 from tests.models import make_model
-from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
-from yobx_flatten.export.exported_model import ExportedModel
+from yobx_flatten import DecodeSizes, ExportedModel, decode_inputs, export_onnx
 
 __all__ = ["exported_file"]
 _ROOT = tempfile.TemporaryDirectory(prefix="exported_files")

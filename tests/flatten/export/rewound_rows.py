@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from yobx_flatten import DecodeSizes, decode_inputs, open_generator
-from yobx_flatten.errors import ReplayError
+from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, open_generator
 from yobx_flatten.huggingface.cache_names import cache_of
 from yobx_flatten.runners.in_place import cache_tensors, cropped, select_rows
 from yobx_flatten.runners.open import open_runner

@@ -12,10 +12,9 @@ from torch.export import Dim
 from tests.cache_words import WORD
 from tests.models import make_model
 from tests.modules import module_class
-from yobx_flatten import DecodeSizes, decode_inputs, export_onnx, export_program, register_flattening_functions
+from yobx_flatten import Case, DecodeSizes, decode_inputs, export_onnx, export_program, register_flattening_functions
 from yobx_flatten.diagnose.checks import check_inputs
 from yobx_flatten.errors import DynamicShapesError, ReplayError
-from yobx_flatten.export.proof.eager_runs import Case
 from yobx_flatten.runners.open import open_runner
 
 specs = pytest.importorskip("torch.fx.experimental.dynamic_spec", reason="an older torch has no dynamic_spec")
@@ -207,17 +206,14 @@ def test_an_example_that_breaks_a_spec_is_refused():
         export_program(Adds(), _tensors(1, 1), dynamic_shapes={"x": TensorSpec([ShapeVar(), None])})
 
 
-def test_a_model_fixes_no_size_without_a_word():
-    """As torch promises of a spec: a size that the code fixes is an error."""
-    fixes = module_class("Fixes", lambda self, x: x + torch.ones(4, 4))()
-    with pytest.raises(Exception, match=r"x\.shape\[0\] should vary, but the code works for size 4 only"):
-        export_program(fixes, (torch.ones(4, 4),), dynamic_shapes={"x": TensorSpec([ShapeVar(), None])})
-
-
-def test_entries_of_both_kinds_stand_next_to_each_other():
+def test_entries_of_both_kinds_stand_next_to_each_other_and_no_size_is_fixed_without_a_word():
     mixed = {"x": TensorSpec([ShapeVar("b"), None]), "y": {0: Dim.DYNAMIC}}
     exported = export_program(Adds(), _tensors(4, 5), dynamic_shapes=mixed)
     assert exported(*_tensors(6, 7)).tolist() == [13.0] * 4
+    # as torch promises of a spec: a size that the code fixes is an error
+    fixes = module_class("Fixes", lambda self, x: x + torch.ones(4, 4))()
+    with pytest.raises(Exception, match=r"x\.shape\[0\] should vary, but the code works for size 4 only"):
+        export_program(fixes, (torch.ones(4, 4),), dynamic_shapes={"x": TensorSpec([ShapeVar(), None])})
 
 
 @torch_takes_them

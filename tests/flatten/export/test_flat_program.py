@@ -15,21 +15,17 @@ from torch.export import Dim
 from tests.cache_words import cache_of
 from tests.models import WINDOW, make_model
 from tests.modules import module_class, module_of
-from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
+from yobx_flatten import Case, DecodeSizes, decode_inputs, export_program, prove_program
+from yobx_flatten.declare import register_class_flattening, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.errors import InvalidArgumentError, ReplayError, SpecMismatchError
-from yobx_flatten.export import Case, export_program, prove_program
 from yobx_flatten.export.exported_model import source_of
 from yobx_flatten.export.flat_program import decompose_untranslated, flat_program, signature_of
-from yobx_flatten.huggingface.cases import DecodeSizes, decode_inputs
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.signature import Signature
 
 
 def _masked(self, x, mask):
-    """A mask that is read at the numbers of the rows, as masks of transformers are; rows in order of their sums.
-
-    Models that see prepend entries for an image to the mask (GIT of transformers).
-    """
+    """A mask read at the numbers of the rows, as in transformers, also with entries for an image before it."""
     rows = torch.arange(x.shape[0])[:, None]
     if self.image:
         mask = torch.cat([mask.new_ones(mask.shape[0], self.image), mask], dim=-1)

@@ -10,8 +10,7 @@ import torch
 import transformers
 
 from tests.modules import module_class, module_of
-from yobx_flatten import Case, export_folder, export_onnx, export_program, prove_program, verify_folder
-from yobx_flatten.errors import ReplayError
+from yobx_flatten import Case, ReplayError, export_folder, export_onnx, export_program, prove_program, verify_folder
 from yobx_flatten.export.onnx import attempts as onnx_attempts
 from yobx_flatten.export.proof.report import Yardstick, explained
 from yobx_flatten.export.runtimes import write as runtimes

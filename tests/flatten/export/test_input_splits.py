@@ -17,16 +17,14 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from tests.flatten.export.trained_model import text_of, trained_model
 from tests.modules import module_of
-from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_onnx, verify_folder
-from yobx_flatten.errors import ReplayError
-from yobx_flatten.export import Quantization
+from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_folder, export_onnx, verify_folder
+from yobx_flatten.export import Quality, Quantization
 from yobx_flatten.export.onnx import quantized, rounding
 from yobx_flatten.export.onnx.quantize import quantize_model
 from yobx_flatten.export.onnx.quantized import _channels
 from yobx_flatten.export.onnx.rounding import _split, round_with_feedback
 from yobx_flatten.export.onnx.weights import InputSplit
 from yobx_flatten.export.proof import quality
-from yobx_flatten.export.proof.quality import Quality
 from yobx_flatten.model_folder.source.configuration import small_model
 
 

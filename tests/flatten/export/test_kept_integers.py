@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from tests.modules import module_of
-from yobx_flatten import InvalidArgumentError, export_onnx
+from yobx_flatten import InvalidArgumentError, Quality, Quantization, export_onnx
 from yobx_flatten.export.onnx import quantized
 from yobx_flatten.export.onnx.weights import find_grid
-from yobx_flatten.export.proof.quality import Quality
-from yobx_flatten.export.quantization import Quantization
 
 ROWS, COLUMNS = 40, 512
 
@@ -156,10 +154,7 @@ def _graph(path):
 @pytest.mark.parametrize("block", [16, 32, 128])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_product_is_that_of_the_same_weights_and_integers_take_the_room_of_their_bits(tmp_path, name, block):
-    """The rows of the identity read them out, which the operator's rounding of activations leaves as they are.
-
-    4 or 8 bits, scales of 32 bits for 32 weights, and 16 bits for a lowest weight.
-    """
+    """The identity reads the weights out; 32 of them have a scale of 32 bits, and 16 bits for a lowest weight."""
     linear, path = _linear(block=block, **FORMS[name]), tmp_path / "m.onnx"
     x = torch.eye(COLUMNS)
     export_onnx(linear, (x,), path=path, cases=[], quantize="keep", dynamic_shapes=None)

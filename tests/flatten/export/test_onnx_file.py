@@ -243,10 +243,7 @@ def _prompted(self, input_ids, attention_mask, decoder_input_ids):
 
 
 def test_axes_of_two_sizes_have_two_names(tmp_path):
-    """Where both would be the encoder's length: onnxruntime gives axes of one name memory of one size.
-
-    A prompt whose mask also covers what was read before, and a canvas: as DiffusionGemma does.
-    """
+    """A prompt after others, and a canvas: onnxruntime gives axes of one name memory of one size."""
 
     def inputs(rows, new, whole, canvas):
         ids, mask = torch.ones(rows, new), torch.ones(rows, whole)

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.models import make_model
 from tests.modules import Answers, module_of
-from yobx_flatten import Case, ReplayError, export_onnx, export_program
-from yobx_flatten.errors import InvalidArgumentError, NoRoomError
+from yobx_flatten import Case, InvalidArgumentError, NoRoomError, ReplayError, export_onnx, export_program
 from yobx_flatten.export.model_facts import ModelFacts, weight_bytes
 from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.export.proof import eager_runs

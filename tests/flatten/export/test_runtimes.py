@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from tests.flatten.export.small_step import cases, inputs, make_step, shapes, strided
-from yobx_flatten import Case, Quantization, export_program
-from yobx_flatten.errors import (
-    DynamicShapesError,
-    InvalidArgumentError,
-    MissingDependencyError,
-    ReplayError,
-    dependencies,
-)
+from yobx_flatten import Case, DynamicShapesError, Quantization, export_program
+from yobx_flatten.errors import InvalidArgumentError, MissingDependencyError, ReplayError, dependencies
 from yobx_flatten.export.runtimes.openvino import blocks_of, quantized_example
 from yobx_flatten.runners.open import open_runner
 

@@ -71,11 +71,7 @@ def _same(found, expected):
 
 @pytest.mark.parametrize("kind", FORWARDS)
 def test_a_file_and_a_program_give_the_module_s_numbers_or_stop(kind, tmp_path):
-    """torch leaves comparisons with rounded numbers out of its programs, which then took every size.
-
-    ``int`` of a size that is an integer already fixes nothing, and neither does ``math.ceil``. The trace replaces the
-    name ``int`` in the module's code, and takes the replacement away afterwards.
-    """
+    """torch leaves comparisons with rounded numbers out; ``int`` and ``math.ceil`` of an integer size fix nothing."""
     module = made(kind)
     exported, of_file = _file(tmp_path, module)
     assert "int" not in globals()
@@ -119,9 +115,7 @@ def test_a_size_that_has_to_be_that_of_the_example_is_stated_as_fixed(kind, tmp_
         assert any(remark.startswith("x.shape[1] is fixed at 8, since") for remark in exported.report.remarks)
 
 
-def test_a_case_of_sizes_that_the_conversion_fixed_is_in_the_report_and_no_failure(
-    tmp_path,
-):
+def test_a_case_of_sizes_that_the_conversion_fixed_is_in_the_report_and_no_failure(tmp_path):
     exported, call = _file(tmp_path, made("Pooled"))
     x = torch.randn(3, 17)
     assert _same(exported.program.module()(x), made("Pooled")(x))

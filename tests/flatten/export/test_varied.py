@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.modules import module_of
-from yobx_flatten import export_onnx, export_program
-from yobx_flatten.errors import ReplayError
+from yobx_flatten import ReplayError, export_onnx, export_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]
 ATEN = torch.ops.aten

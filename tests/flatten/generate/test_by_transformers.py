@@ -167,14 +167,9 @@ def test_a_generator_takes_the_same_keywords(pair):
     assert of_files == of_generator
 
 
-@pytest.fixture(scope="module")
-def llama():
+def test_logits_of_a_padded_call_and_of_a_further_one_are_those_of_the_model_and_the_rest_is_refused():
     model, folder = exported("llama")
-    return model, open_generator(folder, threads=1), open_model(folder, threads=1)
-
-
-def test_logits_of_a_padded_call_and_of_a_further_one_are_those_of_the_model(llama):
-    model, _, files = llama
+    files = open_model(folder, threads=1)
     ids = torch.randint(4, 258, (2, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
@@ -185,10 +180,6 @@ def test_logits_of_a_padded_call_and_of_a_further_one_are_those_of_the_model(lla
         wanted = model(ids[:, :3], attention_mask=grown, **{installed_name(): cache_of(wanted)})
         found = files(ids[:, :3], attention_mask=grown, **{installed_name(): cache_of(found)})
     assert float((wanted.logits - found.logits).abs().max()) < 1e-4
-
-
-def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
-    model, generator, files = llama
     ids = torch.tensor([[7, 8, 9, 10]])
     with torch.no_grad():
         cache = cache_of(model(ids))
@@ -197,7 +188,7 @@ def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
     with pytest.raises(InvalidArgumentError, match=r"attention_mask has shape \(1, 9\); it must be \(1, 4\)"):
         files(ids, attention_mask=torch.ones(1, 9))
     with pytest.raises(InvalidArgumentError, match="Pass all options as keywords"):
-        generator.generate(ids, sampling=Sampling(), top_p=0.9)
+        open_generator(folder, threads=1).generate(ids, sampling=Sampling(), top_p=0.9)
     with pytest.raises(InvalidArgumentError, match=r"not meta tensors\. Choose the device"):
         files.to("meta")
     assert files.to("cpu").device.type == "cpu"
@@ -389,13 +380,24 @@ def test_a_prompt_is_read_once_for_several_texts(kind, tmp_path):
     assert answers(files, [copy.copy, copy.deepcopy]) == wanted
 
 
-def test_what_cannot_be_stored_says_so():
+def test_what_cannot_be_stored_and_a_cache_that_keeps_something_else_are_refused():
     files = open_model(exported("llama")[1], threads=1)
     with pytest.raises(InvalidArgumentError, match=r"cannot be stored: .* copy\.deepcopy\(cache\) works within"):
         pickle.dumps(cache_of(files(PROMPT)))
     for how in (pickle.dumps, copy.deepcopy):
         with pytest.raises(InvalidArgumentError, match=r"Open its folder: open_model\(folder\)"):
             how(files)
+    for kind in ("quantized", "paged"):
+        with pytest.raises(InvalidArgumentError, match=rf"cache_implementation='{kind}': exported files have"):
+            files.generate(PROMPT, max_new_tokens=3, cache_implementation=kind)
+    numbers = torch.zeros(1, 2, 3, 4)
+    for cache, kind in (
+        (type("Own", (transformers.DynamicCache,), {})(), "Own"),
+        ([{"key": numbers, "value": numbers}], "list"),
+    ):
+        words = rf"The cache is .*{kind}.*, but exported files keep .* Pass DynamicCache\(\), or no c"
+        with pytest.raises(InvalidArgumentError, match=words):
+            files(PROMPT, **{installed_name(): cache})
 
 
 @pytest.mark.parametrize("asked", ["static", "offloaded", "offloaded_static", "dynamic", "stated"])
@@ -432,22 +434,6 @@ def test_a_caller_goes_on_with_the_empty_cache_that_was_passed(name, kind):
     assert isinstance(cache, FileCache)
     for wanted, found in zip(*scores, strict=True):
         assert torch.allclose(wanted, found, atol=1e-4)
-
-
-class Own(transformers.DynamicCache):
-    """A cache of a user, whose methods nothing of the files would call."""
-
-
-def test_a_cache_that_keeps_something_else_is_refused():
-    files = open_model(exported("llama")[1], threads=1)
-    for kind in ("quantized", "paged"):
-        with pytest.raises(InvalidArgumentError, match=rf"cache_implementation='{kind}': exported files have"):
-            files.generate(PROMPT, max_new_tokens=3, cache_implementation=kind)
-    numbers = torch.zeros(1, 2, 3, 4)
-    for cache, kind in ((Own(), "Own"), ([{"key": numbers, "value": numbers}], "list")):
-        words = rf"The cache is .*{kind}.*, but exported files keep .* Pass DynamicCache\(\), or no c"
-        with pytest.raises(InvalidArgumentError, match=words):
-            files(PROMPT, **{installed_name(): cache})
 
 
 @pytest.mark.parametrize("kind", ["quantized", "offloaded", "static"])

@@ -17,18 +17,9 @@ from transformers.cache_utils import Cache
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
 from tests.models import SIZES, make_model
-from yobx_flatten import (
-    DecodeSizes,
-    GenerationSettings,
-    OnnxGenerator,
-    ProgramGenerator,
-    decode_inputs,
-    export_folder,
-    export_onnx,
-    export_program,
-    open_generator,
-)
+from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_onnx, export_program, open_generator
 from yobx_flatten.errors import GenerationError, InvalidArgumentError
+from yobx_flatten.generate import GenerationSettings, OnnxGenerator, ProgramGenerator
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.pictures import check_ports, empty_cache
 from yobx_flatten.generate.settings import find_parts
@@ -193,18 +184,12 @@ def test_a_file_for_the_first_call_is_used_with_a_folder(tmp_path):
     assert find_parts(tmp_path, ".onnx", "first.onnx")["prefill"] == pathlib.Path("first.onnx")
 
 
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory):
-    model = make_model("gemma3")
-    path = tmp_path_factory.mktemp("gemma") / "gemma.onnx"
+def test_a_single_file_and_a_program_in_memory_and_on_disk_generate(tmp_path):
+    model, path = make_model("gemma3"), tmp_path / "gemma.onnx"
     made = export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=path, cases=[])
     ids = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(0))
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-    return path, made, GenerationSettings(eos_token_ids=(2,), pad_token_id=0), ids, wanted.tolist()
-
-
-def test_a_single_file_and_a_program_in_memory_and_on_disk_generate(gemma, tmp_path):
-    path, made, settings, ids, wanted = gemma
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False).tolist()
+    settings = GenerationSettings(eos_token_ids=(2,), pad_token_id=0)
     assert OnnxGenerator(path, settings=settings).generate(ids, max_new_tokens=20).tolist() == wanted
     made.save(tmp_path / "gemma.pt2")
     for given in (made, made.program, tmp_path / "gemma.pt2"):
@@ -325,7 +310,6 @@ def test_states_begin_as_zeros(name, to):
 
 
 KEY = Port("past_key_values.0.key", (None, 2, None, 8), torch.float16)
-LENGTH = Port("past_key_values.length", (), torch.int64)
 CROSS = Port("past_key_values.0.encoder.key", (None, 2, None, 8), torch.float32)
 
 
@@ -333,7 +317,7 @@ def test_ports_that_a_loop_cannot_feed_are_refused():
     slots = cache_slots([KEY, CROSS], ["logits", "present.0.key"])
     assert [slot.present for slot in slots] == ["present.0.key", None]
     with pytest.raises(GenerationError, match=r"model\.onnx takes past_key_values\.length and does not return present"):
-        check_cache_outputs([KEY.name, LENGTH.name], ["logits", "present.0.key"], "model.onnx")
+        check_cache_outputs([KEY.name, "past_key_values.length"], ["logits", "present.0.key"], "model.onnx")
     other = Port("past_key_values.0.memory", (None, 4, 8), torch.float32)
     with pytest.raises(GenerationError, match=r"memory has no value before the first token(.|\n)*prefill="):
         empty_cache(cache_slots([other], [present_of(other.name)]), 1)
@@ -345,14 +329,8 @@ def test_ports_that_a_loop_cannot_feed_are_refused():
 
 
 SWITCH = 24
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [4.0, 5.0, 6.0, 8.0],
-    "factor": 8.0,
-    "original_max_position_embeddings": SWITCH,
-}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 5.0, 6.0, 8.0], "factor": 8.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS, "original_max_position_embeddings": SWITCH}
 TOKENS_ACROSS = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
 SMALL = {**SIZES, **TOKENS_ACROSS, "vocab_size": 96, "num_key_value_heads": 2, "initializer_range": 0.5}
 

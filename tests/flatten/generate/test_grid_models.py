@@ -128,9 +128,9 @@ def test_frames_of_a_video_are_seconds_apart_as_in_the_model(name):
 
 
 def test_a_picture_of_another_size_than_its_tokens_is_refused():
-    tokens = torch.tensor([[5, PICTURE, PICTURE, PICTURE, 6]])
-    with pytest.raises(InvalidArgumentError, match="3 image tokens in a row, but image_grid_thw states 6"):
-        image_positions(tokens, torch.ones_like(tokens), [grids("image", PICTURE, GRIDS)], 2)
-    tokens = torch.tensor([[5, VIDEO, VIDEO, VIDEO, 6]])
-    with pytest.raises(InvalidArgumentError, match="3 video tokens in a row, but video_grid_thw states 8"):
-        image_positions(tokens, torch.ones_like(tokens), [grids("video", VIDEO, FILMS)], 2)
+    for word, token, sizes, stated in (("image", PICTURE, GRIDS, 6), ("video", VIDEO, FILMS, 8)):
+        tokens = torch.tensor([[5, token, token, token, 6]])
+        with pytest.raises(
+            InvalidArgumentError, match=f"3 {word} tokens in a row, but {word}_grid_thw states {stated}"
+        ):
+            image_positions(tokens, torch.ones_like(tokens), [grids(word, token, sizes)], 2)

@@ -11,16 +11,8 @@ from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
 from tests.models import SIZES
-from yobx_flatten import (
-    GenerationSettings,
-    OnnxGenerator,
-    ProgramGenerator,
-    Sampling,
-    export_folder,
-    make_dynamic_cache,
-    open_generator,
-)
-from yobx_flatten.errors import GenerationError, InvalidArgumentError
+from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, make_dynamic_cache, open_generator
+from yobx_flatten.generate import GenerationSettings, OnnxGenerator, ProgramGenerator, Sampling
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.settings import read_settings, settings_of
 from yobx_flatten.generate.steps import Parts
@@ -296,8 +288,6 @@ def test_settings_that_mean_nothing_are_refused(options, words):
 TOKENS = 10
 SOURCE = torch.randint(4, 259, (3, 9), generator=torch.Generator().manual_seed(7))
 PADDED = torch.ones_like(SOURCE).index_put_((torch.tensor([0, 0, 2]), torch.tensor([0, 1, 0])), torch.tensor(0))
-
-
 INPUTS = {"input_ids": SOURCE, "attention_mask": PADDED}
 
 

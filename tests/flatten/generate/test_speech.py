@@ -8,13 +8,17 @@ import transformers
 
 from tests.flatten.model_folder.exported_folders import exported, made
 from tests.models import BART_SIZES
-from yobx_flatten import OnnxGenerator, Sampling, export_folder, open_generator, open_model, verify_folder
-from yobx_flatten.errors import InvalidArgumentError, ReplayError
+from yobx_flatten import InvalidArgumentError, OnnxGenerator, ReplayError, Sampling, load_case, save_case
 from yobx_flatten.generate.settings import settings_of
+from yobx_flatten.model_folder import export_folder, open_generator, open_model, verify_folder
 from yobx_flatten.model_folder.pieces.spoken import FrameDecoder
-from yobx_flatten.storage.cases import load_case, save_case
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:__array_wrap__:DeprecationWarning"
+    ),  # transformers 5.24, numpy.repeat of a tensor
+]
 
 _TOKENS = {"eos_token_id": 180, "bos_token_id": 180, "pad_token_id": 180, "decoder_start_token_id": 181}
 _LANGUAGES = {
@@ -85,16 +89,12 @@ def test_a_call_returns_the_tokens_of_the_model(whisper, frames, asked):
     assert torch.equal(generator.generate(input_features=sound(frames), **asked), wanted)
 
 
-def test_short_sound_after_given_tokens_is_padded_as_the_model_pads_it(whisper):
+def test_short_sound_after_given_tokens_is_padded_and_draws_follow_the_seed(whisper):
     model, generator = whisper
     begin = torch.tensor([[181, 182, 184, 189]] * 2)
     wanted = model.generate(sound(60), language="en", task="transcribe", max_new_tokens=12)
     found = generator.generate(input_features=sound(60), decoder_input_ids=begin, max_new_tokens=12)
     assert torch.equal(found[:, 4:], wanted)
-
-
-def test_draws_follow_the_seed(whisper):
-    _, generator = whisper
     call = {"language": "en", "max_new_tokens": 12, "sampling": Sampling(do_sample=True, seed=4)}
     before = torch.get_rng_state()
     first, second = (generator.generate(input_features=sound(100), **call) for _ in range(2))
@@ -195,9 +195,6 @@ def test_what_is_stated_is_the_prompt(entries, exported_model):
         open_generator(folder).generate(input_features=SOUND)
 
 
-# transformers 5.24 gives a tensor to numpy.repeat
-array_wrap = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
-
 HEADS = [[2, 3], [1, 2], [1, 0]]  # of two of three layers, in an order of their own
 
 
@@ -212,7 +209,6 @@ def heard(tmp_path_factory):
     return model, folder
 
 
-@array_wrap
 @pytest.mark.parametrize(
     ("frames", "asked"),
     [
@@ -236,8 +232,7 @@ def test_each_token_has_the_time_of_the_model(heard, frames, asked):
     assert len(wanted["token_timestamps"].unique()) > 4, "one time for all: no test"
 
 
-@array_wrap
-def test_the_heads_are_those_that_are_stated_now(heard):
+def test_the_heads_are_those_that_are_stated_now_and_others_are_refused(heard):
     model, folder = heard
     asked = {"language": "en", "return_token_timestamps": True}
     usual = model.generate(sound(100), **asked)["token_timestamps"]
@@ -250,19 +245,12 @@ def test_the_heads_are_those_that_are_stated_now(heard):
         opened.generation_config.alignment_heads = heads
         found = opened.generate(input_features=sound(100), **asked)
         assert torch.equal(found["token_timestamps"], wanted)
-
-
-@array_wrap
-def test_a_head_that_is_not_in_the_files_is_refused(heard):
     with pytest.raises(
         InvalidArgumentError, match=r"\[\[1, 1\]\], but the files return .*\(1, 0\), \(1, 2\), \(2, 3\)"
     ):
-        open_generator(heard[1]).generate(
-            input_features=sound(100), language="en", return_token_timestamps=True, alignment_heads=[[1, 1]]
-        )
+        open_generator(folder).generate(input_features=sound(100), **asked, alignment_heads=[[1, 1]])
 
 
-@array_wrap
 def test_without_the_option_no_weights_are_computed(tmp_path):
     export_folder(aligned(HEADS), tmp_path / "out", to="program", proof="none")
     generator = open_generator(tmp_path / "out", trust=True)
@@ -273,7 +261,6 @@ def test_without_the_option_no_weights_are_computed(tmp_path):
         generator.generate(input_features=sound(100), return_timestamps="word")
 
 
-@array_wrap
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -289,7 +276,6 @@ def test_a_model_without_such_heads_is_refused(make, words, tmp_path):
         export_folder(make(), tmp_path / "out", word_times=True)
 
 
-@array_wrap
 def test_an_export_leaves_the_model_as_it_was(heard):
     model = heard[0]
     for layer in model.model.decoder.layers:

@@ -22,20 +22,10 @@ from tests.cache_words import WORD, cache_of
 from tests.flatten.huggingface.tracing.one_graph import small_model
 from tests.models import WINDOW, continued_alike, go_on, make_model, start
 from tests.modules import module_of
-from yobx_flatten import (
-    Case,
-    DecodeSizes,
-    OnnxGenerator,
-    decode_inputs,
-    dynamic_shapes,
-    export_onnx,
-    export_program,
-    load_case,
-    register_flattening_functions,
-    replay_case,
-    save_case,
-)
+from yobx_flatten import DecodeSizes, OnnxGenerator, decode_inputs, dynamic_shapes, load_case, replay_case, save_case
+from yobx_flatten.declare import register_flattening_functions
 from yobx_flatten.errors import CacheStructureError, GenerationError, ReplayError
+from yobx_flatten.export import Case, export_onnx, export_program
 from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
 from yobx_flatten.huggingface.cache_names import CACHE, argument_of, forward_of, name_in, named_for
 from yobx_flatten.huggingface.cases import contiguous, next_inputs
@@ -44,8 +34,6 @@ from yobx_flatten.huggingface.outputs import ModelClasses
 from yobx_flatten.model_folder.source.configuration import small_model as small_model_of_type
 from yobx_flatten.runners.ports import KEPT_SCORES
 from yobx_flatten.trees.walk import leaf_names
-
-# -- dynamic
 
 
 def pairs(count=2, length=3):
@@ -109,9 +97,6 @@ def test_a_cache_made_of_a_models_tensors_goes_on_as_the_models(name, past):
     assert continued_alike(started, made)
 
 
-# -- static
-
-
 def test_static_keys_of_full_length_are_held_as_they_are_and_shorter_ones_followed_by_zeros():
     """Then writing into the cache writes into them, as static caches do."""
     given = pairs(1, 16)
@@ -143,9 +128,6 @@ def test_a_static_cache_made_of_a_models_tensors_goes_on_as_the_models(name, pas
             torch.testing.assert_close(a, b)
 
 
-# -- encoder and decoder
-
-
 def test_an_encoder_decoder_cache_knows_which_layers_are_filled():
     own, cross = make_dynamic_cache(pairs()), make_dynamic_cache(pairs(2, 6))
     cache = make_encoder_decoder_cache(own, cross)
@@ -166,9 +148,6 @@ def test_placeholders_of_fewer_dimensions_come_apart_and_together(shape, cls):
         assert cache.get_seq_length() == 3
         rebuilt = tree_unflatten(*tree_flatten(cache))
     assert held(rebuilt) == given
-
-
-# -- bad input
 
 
 NO_PAIRS = [
@@ -297,10 +276,7 @@ def test_a_program_is_called_under_every_word(llama, tmp_path):
 
 @pytest.mark.parametrize("proof", ["full", "none"])
 def test_a_cache_that_is_not_returned_comes_out_of_the_file(llama, tmp_path, proof):
-    """The model extends it, so the next call needs it; without a next call, the file leaves it out.
-
-    Such a file has no input for the scores of the last token either, which is for generating.
-    """
+    """The next call needs it; without a next call, the file leaves it out, and the input for the last scores."""
 
     def forward(self, input_ids, attention_mask, past_key_values):
         found = self.model(input_ids=input_ids, attention_mask=attention_mask, **{WORD: past_key_values})
@@ -341,22 +317,19 @@ def test_cache_outputs_of_other_names_are_refused_when_a_file_is_opened(llama, t
         replay_case(load_case(tmp_path / "case.onnx"), tmp_path / "kept.onnx")
 
 
-def caches(length):
-    return make_dynamic_cache([(torch.randn(2, 2, length, 4), torch.randn(2, 2, length, 4))])
-
-
 def test_every_cache_that_comes_out_goes_in_again():
     """A model that hears while it is spoken to returns two; a field that came out as ``None`` is not an input."""
     kwargs = {
         "input_ids": torch.zeros(2, 3, dtype=torch.int64),
         "attention_mask": torch.ones(2, 8, dtype=torch.int64),
         "encoder_inputs_embeds": torch.ones(2, 3, 4),
-        WORD: caches(5),
-        "encoder_cache": caches(20),
+        WORD: make_dynamic_cache(pairs(1, 5)),
+        "encoder_cache": make_dynamic_cache(pairs(1, 20)),
         "padding_cache": DynamicCache(),
         "use_cache": True,
     }
-    outputs = {"logits": torch.zeros(2, 3, 7), WORD: caches(8), "encoder_cache": caches(32), "padding_cache": None}
+    own, other = make_dynamic_cache(pairs(1, 8)), make_dynamic_cache(pairs(1, 32))
+    outputs = {"logits": torch.zeros(2, 3, 7), WORD: own, "encoder_cache": other, "padding_cache": None}
     following = next_inputs(kwargs, outputs | {"encoder_inputs_embeds": torch.zeros(2, 3, 4)})
     assert cache_of(following) is cache_of(outputs)
     assert following["encoder_cache"] is outputs["encoder_cache"]
@@ -433,11 +406,6 @@ def test_cases_of_an_encoder_are_named_by_their_length(kind):
     assert str(DecodeSizes(2, 17, 2, padding=3)) == "batch 2, past 17, new 2, 3 padded"
 
 
-several_tokens_after_a_state = pytest.mark.skipif(
-    not hasattr(Cache, "get_recurrent_state"), reason="before 5.23 several tokens after a state leave the mask out"
-)
-
-
 def zeros_before_the_first_token(cache, rows):
     leaves, spec = pytree.tree_flatten(cache)
     empty = []
@@ -447,7 +415,9 @@ def zeros_before_the_first_token(cache, rows):
     return pytree.tree_unflatten(empty, spec)
 
 
-@several_tokens_after_a_state
+@pytest.mark.skipif(
+    not hasattr(Cache, "get_recurrent_state"), reason="before 5.23 several tokens after a state leave the mask out"
+)
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "lfm2", "qwen3_next"])
 def test_zeros_are_the_state_before_the_first_token(name):
     model = small_model_of_type(name)

@@ -18,12 +18,8 @@ from tests import fresh_process
 from tests.cache_words import cache_of
 from tests.models import start
 from tests.modules import module_class
-from yobx_flatten import dynamic_shapes, export_program, register_flattening_functions
-from yobx_flatten.huggingface.outputs import (
-    flatten_base_model_output,
-    flatten_with_keys_base_model_output,
-    unflatten_base_model_output,
-)
+from yobx_flatten import dynamic_shapes, export_program, flatten_base_model_output, register_flattening_functions
+from yobx_flatten.huggingface.outputs import flatten_with_keys_base_model_output, unflatten_base_model_output
 from yobx_flatten.huggingface.recipes import WRONG_REGISTRATIONS, transformers_recipes
 from yobx_flatten.trees.walk import output_names
 
@@ -50,10 +46,7 @@ def test_only_the_fields_that_are_set_come_apart():
 
 @pytest.mark.parametrize("cls", [BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions])
 def test_transformers_registration_stays_where_it_is_right_and_has_keys_inside_the_block(cls):
-    """Taken away it would be gone for the rest of the process: transformers registers an output class once.
-
-    Before 5.17 it does so without keys, and T5's encoder returns the second: `torch.export` would refuse it.
-    """
+    """transformers registers an output class once, before 5.17 without keys, which `torch.export` of T5 needs."""
     theirs = pytree.SUPPORTED_NODES[cls]
     with register_flattening_functions(patch_transformers=True) as undo:
         with register_flattening_functions(patch_transformers=True):
@@ -87,9 +80,6 @@ def test_the_stored_names_are_stable():
         BatchFeature: "yobx_flatten.transformers:transformers.feature_extraction_utils.BatchFeature",
     }
     assert {cls: recipes[cls].name for cls in expected} == expected
-
-
-# -- the ModelOutput family
 
 
 @dataclass
@@ -169,9 +159,6 @@ def test_an_output_is_exported_as_input_and_as_output():
     assert output_names(found)[:3] == ["logits", "inner.features", "hidden_states.0"]
 
 
-# -- what tokenizers and processors hand over
-
-
 def batch(rows=2, **options):
     data = {"input_ids": torch.ones(rows, 3, dtype=torch.long), "attention_mask": torch.ones(rows, 3)}
     return BatchEncoding(data, **options)
@@ -228,9 +215,6 @@ def test_a_dataclass_of_a_model_comes_apart_by_its_fields():
     assert rebuilt.atom_embeds is one.atom_embeds
     assert rebuilt.token_attention_bias[0] is one.token_attention_bias[0]
     assert type(one) not in pytree.SUPPORTED_NODES
-
-
-# -- diffusers
 
 
 needs_diffusers = pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")

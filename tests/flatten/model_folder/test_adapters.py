@@ -19,7 +19,7 @@ from roundpipe_runtime.fine_tune import Lora, add_lora, load_tokenizer, model_so
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import restate
 from tests.models import SIZES
-from yobx_flatten import OnnxGenerator, add_adapter, export_folder, open_generator, open_model, verify_folder
+from yobx_flatten import OnnxGenerator, add_adapter, export_folder, load_case, open_generator, open_model, verify_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.core.files import limited
 from yobx_flatten.errors import (
@@ -37,7 +37,6 @@ from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.open import open_model as open_source
 from yobx_flatten.runners.open import open_runner
-from yobx_flatten.storage.cases import load_case
 
 # PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -199,7 +198,7 @@ def test_half_precision_is_allowed_what_it_costs(root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers_switches_as_peft_does(root, folder):
+def test_a_model_of_transformers_switches_as_peft_does_and_refuses_what_files_cannot_do(root, folder):
     model = open_model(folder)
     assert model.active_adapters() == []
     model.set_adapter("two")
@@ -210,11 +209,6 @@ def test_a_model_of_transformers_switches_as_peft_does(root, folder):
     assert torch.equal(_generate(model), _generate(_base(root)))
     model.enable_adapters()
     assert torch.equal(_generate(model), _generate(_adapted(root, "two")))
-
-
-@pytest.mark.slow
-def test_what_files_cannot_do_with_adapters_is_refused(folder):
-    model = open_model(folder)
     cache = cache_of(model(input_ids=IDS))
     model.set_adapter("one")
     with pytest.raises(InvalidArgumentError, match="another adapter"):
@@ -252,8 +246,15 @@ def roomy(root):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_added_without_a_new_export(root, roomy, tmp_path, capsys):
+def test_an_adapter_is_added_without_a_new_export_unless_the_files_compute_it_otherwise(root, roomy, tmp_path, capsys):
     copied = shutil.copytree(roomy, tmp_path / "out")
+    other = _base(root)
+    other.lm_head.weight.data *= 1.5
+    with pytest.raises(ReplayError, match="compute different values than PEFT"):
+        add_adapter(copied, "one", root / "one", model=other)
+    assert open_generator(copied).adapters == []
+    assert not (copied / "cases/adapters/one").exists()
+    assert json.loads((copied / "yobx_flatten.json").read_text())["adapters"] == {}
     before = (copied / "model.onnx").stat()
     assert main(["adapter", str(copied), f"one={root / 'one'}", f"two={root / 'two'}"]) == 0
     assert "one: generate" in capsys.readouterr().out
@@ -297,18 +298,6 @@ def test_an_adapter_is_replaced_as_a_whole_or_not_at_all(root, roomy, tmp_path, 
     assert torch.equal(found, _generate(_adapted(root, "two")))
     assert all((tmp_path / "backup" / path.relative_to(copied)).read_bytes() == held for path, held in kept.items())
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-@pytest.mark.slow
-def test_an_adapter_that_the_files_compute_otherwise_is_not_added(root, roomy, tmp_path):
-    copied = shutil.copytree(roomy, tmp_path / "out")
-    other = _base(root)
-    other.lm_head.weight.data *= 1.5
-    with pytest.raises(ReplayError, match="compute different values than PEFT"):
-        add_adapter(copied, "one", root / "one", model=other)
-    assert open_generator(copied).adapters == []
-    assert not (copied / "cases/adapters/one").exists()
-    assert json.loads((copied / "yobx_flatten.json").read_text())["adapters"] == {}
 
 
 @pytest.mark.slow
@@ -383,17 +372,8 @@ def test_an_adapter_of_another_model_is_refused_and_leaves_no_layer_behind(sizes
 
 
 @pytest.mark.slow
-def test_an_unknown_name_lists_those_that_there_are(folder, capsys):
-    with pytest.raises(GenerationError, match="has no adapter 'three'; found: one, two"):
-        open_generator(folder).generate(IDS, adapter="three")
-    for command in (["generate", str(folder), "--prompt", "x"], ["chat", str(folder), "--message", "x"]):
-        assert main([*command, "--adapter", "three"]) == 2
-        assert "found: one, two" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_command_line_writes_what_peft_writes(command, root, folder, capsys):
+def test_the_command_line_writes_what_peft_writes_and_lists_the_adapters_there_are(command, root, folder, capsys):
     tokenizer, model = ByT5Tokenizer.from_pretrained(root / "base"), _adapted(root, "two")
     ids = tokenizer("Yes", add_special_tokens=command == "generate", return_tensors="pt")["input_ids"]
     mask = torch.ones_like(ids)
@@ -403,6 +383,10 @@ def test_the_command_line_writes_what_peft_writes(command, root, folder, capsys)
     shown = json.loads(capsys.readouterr().out)
     text = shown["rows"][0]["text"] if command == "generate" else shown["messages"][-1]["content"]
     assert text == tokenizer.decode(wanted, skip_special_tokens=True)
+    with pytest.raises(GenerationError, match="has no adapter 'three'; found: one, two"):
+        open_generator(folder).generate(IDS, adapter="three")
+    assert main([command, str(folder), option, "x", "--adapter", "three"]) == 2
+    assert "found: one, two" in capsys.readouterr().err
 
 
 FIRST = "model.layers.0.self_attn.q_proj.lora_A"

@@ -20,8 +20,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from tests.flatten.model_folder.exported_folders import WORDS, bert_folder, made, mean_embeddings, word_tokenizer
 from tests.flatten.model_folder.test_sentence import MEAN, write_modules
 from tests.models import SIZES
-from yobx_flatten import export_folder
-from yobx_flatten.export import Quantization
+from yobx_flatten import Quantization, export_folder
 
 PAGE = pathlib.Path(__file__).parents[3] / "examples" / "browser"
 SECONDS = 300

@@ -94,11 +94,6 @@ def test_what_the_client_would_not_open_is_refused(given, why):
         check_layout(*given)
 
 
-NEEDS_NODE = pytest.mark.skipif(
-    not os.environ.get("TRANSFORMERS_JS"), reason="TRANSFORMERS_JS names no transformers.node.mjs"
-)
-
-
 def lively_with_inputs(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     model = lively(small_model(name))
     if name != "whisper":
@@ -144,16 +139,12 @@ def test_the_joined_decoder_begins_and_goes_on_as_the_model_does(tmp_path, monke
     assert copies == ([] if large is None else ["decoder_model_merged.onnx_data"])
 
 
-JS_CLASSES = {
-    "llama": "AutoModelForCausalLM",
-    "t5": "AutoModelForSeq2SeqLM",
-    "whisper": "WhisperForConditionalGeneration",
-}
+CLASSES = {"llama": "AutoModelForCausalLM", "t5": "AutoModelForSeq2SeqLM", "whisper": "WhisperForConditionalGeneration"}
 
 
 @pytest.mark.slow
-@NEEDS_NODE
-@pytest.mark.parametrize("name", JS_CLASSES)
+@pytest.mark.skipif(not os.environ.get("TRANSFORMERS_JS"), reason="TRANSFORMERS_JS names no transformers.node.mjs")
+@pytest.mark.parametrize("name", CLASSES)
 def test_transformers_js_writes_the_text_of_the_model(name, tmp_path):
     """In node, with nothing done by hand; TRANSFORMERS_JS is the path of its ``transformers.node.mjs``."""
     model, inputs = lively_with_inputs(name)
@@ -166,9 +157,9 @@ def test_transformers_js_writes_the_text_of_the_model(name, tmp_path):
     library = json.dumps(os.path.abspath(os.environ["TRANSFORMERS_JS"]))
     script = tmp_path / "run.mjs"
     script.write_text(
-        f"""import {{ {JS_CLASSES[name]}, Tensor, env }} from {library};
+        f"""import {{ {CLASSES[name]}, Tensor, env }} from {library};
 env.allowRemoteModels = false; env.localModelPath = {json.dumps(str(tmp_path) + "/")};
-const model = await {JS_CLASSES[name]}.from_pretrained({json.dumps(name)});
+const model = await {CLASSES[name]}.from_pretrained({json.dumps(name)});
 const data = {values}.from({json.dumps([str(one) for one in value.flatten().tolist()])}.map({cast}));
 const inputs = new Tensor({json.dumps(kind)}, data, {json.dumps(list(value.shape))});
 const found = await model.generate({{ inputs, {mask} max_new_tokens: 8, do_sample: false }});

@@ -13,15 +13,9 @@ import transformers
 
 from tests.flatten.model_folder.exported_folders import exported
 from tests.transformers_versions import needs_transformers
-from yobx_flatten import OnnxGenerator, Quantization, export_folder, verify_folder
+from yobx_flatten import DamagedFileError, OnnxGenerator, Quantization, export_folder, verify_folder
 from yobx_flatten.__main__ import main
-from yobx_flatten.errors import (
-    DamagedFileError,
-    FolderExistsError,
-    ForeignFileError,
-    GenerationError,
-    InvalidArgumentError,
-)
+from yobx_flatten.errors import FolderExistsError, ForeignFileError, GenerationError, InvalidArgumentError
 from yobx_flatten.export.model_facts import weight_bytes
 from yobx_flatten.model_folder import write
 from yobx_flatten.model_folder.manifest import read_manifest

@@ -26,13 +26,19 @@ needs_genai = pytest.mark.skipif(
 TOKENS = 30  # with nine of the prompt: several times the small window of eight
 
 # one of each kind; `make genai` runs all that docs/genai.md lists
-SHARED = ["llama", "mistral", "gemma3_text", "gpt2", "qwen3_moe"]
-GROWING = ["llama"]
+KINDS = [(name, "onnxruntime") for name in ("llama", "mistral", "gemma3_text", "gpt2", "qwen3_moe")] + [("llama", None)]
 
 
-def _check(name: str, optimize: str | None) -> dict:
+@needs_genai
+@pytest.mark.parametrize(
+    ("name", "optimize"), cases(KINDS, quick=[("mistral", "onnxruntime"), ("gpt2", "onnxruntime"), ("llama", None)])
+)
+def test_a_cache_in_one_memory_or_one_that_grows_generates_as_the_model_does(name, optimize):
+    """Past the window of layers that slide, which hold all tokens in such a file."""
     from matrix.genai_cases import generate
 
+    if name == "qwen3_moe" and is_older_than("5.0"):
+        pytest.skip("transformers before 5.0 loops over the experts that are hit, which no trace can follow")
     model, folder = exported(name, optimize=optimize)
     prompt = torch.randint(4, 259, (1, 9), generator=torch.Generator().manual_seed(7))
     wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, do_sample=False)
@@ -40,22 +46,8 @@ def _check(name: str, optimize: str | None) -> dict:
     ended = int(wanted[0, -1]) == model.config.eos_token_id  # a token that the library leaves away
     assert found == wanted[0].tolist()[: -1 if ended and len(found) < wanted.shape[1] else None]
     assert len(found) > prompt.shape[1] + 8  # past the window
-    return json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["search"]
-
-
-@needs_genai
-@pytest.mark.parametrize("name", cases(SHARED, quick=["mistral", "gpt2"]))
-def test_a_cache_in_one_memory_generates_as_the_model_does(name):
-    """Past the window of layers that slide, which hold all tokens in such a file."""
-    if name == "qwen3_moe" and is_older_than("5.0"):
-        pytest.skip("transformers before 5.0 loops over the experts that are hit, which no trace can follow")
-    assert _check(name, "onnxruntime")["past_present_share_buffer"] is True
-
-
-@needs_genai
-@pytest.mark.parametrize("name", GROWING)
-def test_operators_of_onnx_generate_as_the_model_does(name):
-    assert _check(name, None)["past_present_share_buffer"] is False
+    searched = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["search"]
+    assert searched["past_present_share_buffer"] is (optimize is not None)
 
 
 def _generator(folder, **options):
@@ -189,8 +181,8 @@ def test_this_package_runs_the_same_files(whisper, rows, beams):
     assert of_model(open_model(folder), rows, beams) == wanted
 
 
-def test_each_file_is_proven_and_the_folder_states_what_the_library_reads(whisper):
-    _, folder, _ = whisper
+def test_each_file_is_proven_and_says_what_the_library_reads_and_features_without_keys_are_refused(whisper):
+    model, folder, _ = whisper
     report = verify_folder(folder)
     assert report.ok
     assert [check.file for check in report.checks] == ["encoder.onnx"] * 3 + ["decoder.onnx"] * 3 + ["generate"]
@@ -199,10 +191,6 @@ def test_each_file_is_proven_and_the_folder_states_what_the_library_reads(whispe
     sound = json.loads((folder / "audio_processor_config.json").read_text(encoding="utf-8"))
     steps = [one["operation"]["type"] for one in sound["feature_extraction"]["sequence"]]
     assert steps == ["AudioDecoder", "STFTNorm", "LogMelSpectrum"]
-
-
-def test_features_without_their_keys_are_refused(whisper):
-    model, folder, _ = whisper
     opened = open_model(folder)
     read = opened.get_encoder()(encoder_input(model, 1, 0))
     alone = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=read[0])

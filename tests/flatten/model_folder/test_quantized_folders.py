@@ -18,14 +18,13 @@ from transformers import ByT5Tokenizer
 
 from tests.flatten.export.trained_model import trained_model
 from tests.flatten.model_folder.exported_folders import restate
-from yobx_flatten import InvalidArgumentError, ModelSourceError, export_folder, open_model, verify_folder
+from yobx_flatten import GenerationSettings, StoredCase, export_folder, load_case, open_model, verify_folder
 from yobx_flatten.__main__ import main
-from yobx_flatten.generate.settings import GenerationSettings
+from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
 from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.texts import CHATS, chat_prompts, python_text
 from yobx_flatten.model_folder.verify import count_tokens
-from yobx_flatten.storage.cases import StoredCase, load_case
 
 
 @pytest.fixture(scope="module")
@@ -260,39 +259,28 @@ def prompts(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    path = tmp_path_factory.mktemp("source") / "model"
-    trained_model().save_pretrained(path)
-    ByT5Tokenizer(extra_ids=0).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def measured_folder(source, prompts, tmp_path_factory):
-    path = tmp_path_factory.mktemp("calibrated") / "out"
-    assert main(["export", str(source), "-o", str(path), "--quantize", "int8", "--calibration", str(prompts)]) == 0
-    return path
-
-
-def test_the_perplexity_is_that_of_the_prompts_whose_answers_are_kept(measured_folder):
+def test_the_perplexity_is_that_of_the_prompts_whose_answers_are_kept(prompts, tmp_path):
     """Computed again by the model alone, of all tokens but the first two of the row; the card states it."""
-    stated = json.loads((measured_folder / "yobx_flatten.json").read_text())["quality"]["model.onnx"]
+    source, folder = tmp_path / "source", tmp_path / "out"
+    trained_model().save_pretrained(source)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(source)
+    assert main(["export", str(source), "-o", str(folder), "--quantize", "int8", "--calibration", str(prompts)]) == 0
+    stated = json.loads((folder / "yobx_flatten.json").read_text())["quality"]["model.onnx"]
     ids = torch.tensor(ByT5Tokenizer(extra_ids=0)("\n".join(PROMPTS), add_special_tokens=False)["input_ids"])[None]
     with torch.no_grad():
         scores = trained_model()(input_ids=ids).logits
     loss = torch.nn.functional.cross_entropy(scores[0, 1:-1], ids[0, 2:])
     assert stated["text_tokens"] == ids.shape[1] - 2
     assert stated["model_perplexity"] == pytest.approx(math.exp(float(loss)), rel=1e-3)
-    case = load_case(measured_folder / "cases/generate-chats.case")
+    case = load_case(folder / "cases/generate-chats.case")
     rows = [row[mask.bool()] for row, mask in zip(case.inputs["input_ids"], case.inputs["attention_mask"], strict=True)]
     assert [bytes(int(token) - 3 for token in row).decode() for row in rows] == PROMPTS
-    card, ratio = (measured_folder / "README.md").read_text(), stated["perplexity"] / stated["model_perplexity"]
+    card, ratio = (folder / "README.md").read_text(), stated["perplexity"] / stated["model_perplexity"]
     assert f"{ratio:.4f} of the model's" in card
     assert f"tokens of prompts.txt | {ratio:.4f}" in card
     assert f"{stated['text_divergence']:.4f} nats" in card
     assert "the same greedy token, 3 chats, " in card
-    assert f"{(measured_folder / 'model.onnx').stat().st_size / 1e6:.1f} MB, int8" in card
+    assert f"{(folder / 'model.onnx').stat().st_size / 1e6:.1f} MB, int8" in card
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 
 from tests.flatten.model_folder.exported_folders import made, run_file
 from tests.models import SIZES
-from yobx_flatten import GenerationError, export_folder, export_program, open_model
-from yobx_flatten.errors import ModelSourceError
+from yobx_flatten import GenerationError, ModelSourceError, export_folder, export_program, open_model
 from yobx_flatten.model_folder.pieces.tasks import pieces_for, plain_pieces
 from yobx_flatten.model_folder.pieces.text import Split
 from yobx_flatten.model_folder.sentence import EMBEDDING, Pooling, copy_modules, read_modules

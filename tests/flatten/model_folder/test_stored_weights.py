@@ -11,17 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    BertForPreTraining,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, LlamaConfig, LlamaForCausalLM
 
 from roundpipe_runtime.fine_tune import FineTuneError, model_source
 from tests.flatten.model_folder.exported_folders import restate, word_tokenizer
@@ -83,7 +73,7 @@ def test_weights_that_are_not_those_of_the_class_are_refused_by_name(change, doo
 
 def test_a_bert_as_it_was_published_is_exported_with_the_line_of_its_error(tmp_path):
     """Old names of norms and a stored range of positions are no difference; its second head is."""
-    model = BertForPreTraining(BertConfig(**SIZES, max_position_embeddings=16))
+    model = transformers.BertForPreTraining(BertConfig(**SIZES, max_position_embeddings=16))
     model.save_pretrained(tmp_path / "bert")
     restate(tmp_path / "bert/config.json", architectures=["BertForMaskedLM"])
 
@@ -102,7 +92,7 @@ def test_a_bert_as_it_was_published_is_exported_with_the_line_of_its_error(tmp_p
     assert line == '    unmatched_weights="unused" (--unmatched-weights unused)'
     found = find_model(str(tmp_path / "bert"))
     loaded = dataclasses.replace(found, unmatched_weights="unused").load().eval()
-    assert isinstance(loaded, BertForMaskedLM)
+    assert isinstance(loaded, transformers.BertForMaskedLM)
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).prediction_logits)
@@ -159,7 +149,7 @@ def test_what_older_versions_stored_and_ties_are_no_differences(weights, tmp_pat
 
 
 def test_choices_for_weights_are_checked(llama, tmp_path):
-    model = BertForSequenceClassification(BertConfig(**SIZES)).eval()
+    model = transformers.BertForSequenceClassification(BertConfig(**SIZES)).eval()
     with pytest.raises(InvalidArgumentError, match="unmatched_weights='random' is for a model given by name"):
         export_folder(model, tmp_path / "out", unmatched_weights="random")
     with pytest.raises(InvalidArgumentError, match="'refuse', 'unused', 'random', found 'yes'"):
@@ -326,7 +316,7 @@ def test_a_folder_that_is_trusted_generates_as_its_own_code(folder, tmp_path):
     assert not torch.equal(LlamaForCausalLM.from_pretrained(folder).generate(prompt, **options), wanted)
     assert "auto_map" not in json.loads((tmp_path / "out/config.json").read_text("utf-8"))
     with pytest.raises(ValueError, match="mymodel"):
-        AutoConfig.from_pretrained(tmp_path / "out")
+        transformers.AutoConfig.from_pretrained(tmp_path / "out")
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from tests.flatten.model_folder.exported_folders import restate
 from tests.tiny_gguf import LAYERS, WORDS, write
 from tests.transformers_versions import is_older_than, needs_transformers
-from yobx_flatten import export_folder
+from yobx_flatten import InvalidArgumentError, ModelSourceError, NoRoomError, export_folder
 from yobx_flatten.__main__ import main
-from yobx_flatten.errors import InvalidArgumentError, ModelSourceError, NoRoomError
 from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.huggingface.layer_weights import streamed_readers
 from yobx_flatten.model_folder.source import open as loading
@@ -25,9 +24,6 @@ from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.gguf_file import gguf_config, gguf_tokenizer
 from yobx_flatten.model_folder.source.open import open_model
-
-# transformers before 5.0 says so of parameters that are read for each call
-on_meta = pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids`:UserWarning")
 
 
 def _streamed(folder, dtype="float32"):
@@ -88,15 +84,11 @@ def _with_other_output(folder):
     restate(folder / "config.json", tie_word_embeddings=True)
 
 
-def _with_float32(folder):
-    LlamaForCausalLM._keep_in_fp32_modules_strict = {"norm"}
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (_with_other_output, r"model.embed_tokens.weight, lm_head.weight are tied, but differ in the files"),
-        (_with_float32, "norm stays in float32"),
+        (lambda _: setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"norm"}), "norm stays in float32"),
     ],
 )
 def test_files_that_do_not_hold_the_weights_as_the_model_has_them_are_loaded(change, reason, copied, monkeypatch):
@@ -142,7 +134,8 @@ def test_what_cannot_be_streamed_is_refused(copied, tmp_path):
             export_folder(model, tmp_path / "out", **how)
 
 
-@on_meta
+# transformers before 5.0 says so of parameters that are read for each call
+@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids`:UserWarning")
 @pytest.mark.slow  # two exports of a whole model
 def test_a_streamed_folder_is_the_one_of_the_loaded_model(copied, tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_file, "LARGE", 0)
@@ -194,7 +187,7 @@ def test_weights_that_the_file_lacks_are_random_on_purpose_only(held, task):
     assert torch.equal(model.model.embed_tokens.weight, find_model(str(held)).load().model.embed_tokens.weight)
 
 
-def test_the_file_holds_the_integers_of_the_checkpoint(folder, held):
+def test_the_file_holds_the_integers_of_the_checkpoint_and_the_folder_reads_text(folder, held):
     """4 bits, and 8 for the table: what the library gguf reads is what onnxruntime gathers."""
     done, place = folder
     assert done.verified.ok
@@ -215,10 +208,6 @@ def test_the_file_holds_the_integers_of_the_checkpoint(folder, held):
         if "ffn" in tensor.name and "norm" not in tensor.name:  # transformers reorders rows of queries and keys
             read = gguf.dequantize(tensor.data, tensor.tensor_type)
             assert any(found.shape == read.shape and bool((found == read).all()) for found in stored)
-
-
-def test_the_folder_reads_and_writes_text(folder):
-    _, place = folder
     tokenizer = AutoTokenizer.from_pretrained(place)
     assert tokenizer("ab c", add_special_tokens=False).input_ids == [256, 32, 99]
     stated = json.loads((place / "tokenizer_config.json").read_text())

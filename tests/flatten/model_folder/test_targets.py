@@ -9,11 +9,9 @@ import torch
 import transformers
 
 from tests.flatten.model_folder.exported_folders import made
-from yobx_flatten import export_folder, open_generator, verify_folder
+from yobx_flatten import DamagedFileError, DynamicShapesError, export_folder, open_generator, verify_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import (
-    DamagedFileError,
-    DynamicShapesError,
     GenerationError,
     InvalidArgumentError,
     MissingDependencyError,

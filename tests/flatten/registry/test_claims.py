@@ -13,9 +13,8 @@ import torch.utils._pytree as pytree
 
 from tests import fresh_process
 from tests.flatten.pair import Pair, flatten, flatten_with_keys, unflatten
-from yobx_flatten import Undo
+from yobx_flatten import AlreadyRegisteredError, MissingDependencyError, NotRegisteredError, Undo
 from yobx_flatten.core import interrupts
-from yobx_flatten.errors import AlreadyRegisteredError, MissingDependencyError, NotRegisteredError
 from yobx_flatten.registry.claims import Registry
 from yobx_flatten.registry.patches import LOCK, ImportedPatch
 from yobx_flatten.registry.recipe.contract import Recipe
@@ -102,9 +101,6 @@ def test_an_unknown_class_cannot_be_given_up_and_the_remedy_outlives_the_registr
     while_held = registry.remedy(Pair)
     registry.release(claim)
     assert (while_held, registry.remedy(Pair), registry.remedy(Other)) == ("register Pair", "register Pair", None)
-
-
-# Several libraries.
 
 
 @pytest.fixture

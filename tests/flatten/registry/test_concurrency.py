@@ -202,9 +202,6 @@ handles_ctrl_c = pytest.mark.usefixtures("python_handles_ctrl_c")
 STEP = 41  # by hand, every line was tried
 
 
-# Lines together.
-
-
 @handles_ctrl_c
 def test_handlers_are_called_at_the_end():
     """Python calls handlers in the main thread only: other threads leave them alone."""
@@ -249,9 +246,6 @@ def test_handlers_are_back_whatever_line_was_interrupted(first):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if not pressed:
             break
-
-
-# The block.
 
 
 def state():

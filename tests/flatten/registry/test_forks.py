@@ -82,10 +82,7 @@ def use_the_block():
 
 
 def test_children_of_a_process_whose_threads_enter_blocks_can_enter_them():
-    """24 in a row, whenever it was forked; without a lock that survives the fork, all of them hung.
-
-    A child finds every class whole: known to all tables of torch or to none of them.
-    """
+    """Without a lock that survives the fork, all of 24 hung; all tables of torch know a class, or none does."""
     from torch.fx._pytree import SUPPORTED_NODES as FX_NODES
 
     def work():

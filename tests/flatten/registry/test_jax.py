@@ -9,15 +9,11 @@ import torch.utils._pytree as pytree
 
 from tests import fresh_process
 from tests.flatten.nodes import Dense, DenseParams, FieldState, Keyed, LinearParams, MyState, TrainState
-from yobx_flatten import register_class_flattening, unregister_class_flattening
-from yobx_flatten.errors import AlreadyRegisteredError, StaticDataError
+from yobx_flatten import AlreadyRegisteredError, StaticDataError, register_class_flattening, unregister_class_flattening
 from yobx_flatten.registry.claims import REGISTRY
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
-
-
-# The examples of the lesson, in JAX itself.
 
 
 @pytest.mark.parametrize(
@@ -52,9 +48,6 @@ def test_paths_have_keys_of_jax():
     assert [jax.tree_util.keystr(path) for path in paths] == [
         "[0].weights", "[0].bias", "[1]['first']", "[1]['second']", "[2][0]", "[2][1]",
     ]  # fmt: skip
-
-
-# Registered, taken back, registered again.
 
 
 def make_class():

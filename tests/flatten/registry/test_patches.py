@@ -113,9 +113,6 @@ def test_a_patch_of_a_trace_is_stale_where_others_replaced_the_function(owner):
     assert TracePatch(owner, "method", lambda original: original).is_current
 
 
-# The hook for an import.
-
-
 @pytest.fixture
 def module_name(tmp_path, monkeypatch):
     name = "module_of_test_patches"

@@ -15,13 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from tests.flatten.storage.storage_values import TORCH_TYPES, random_tensor
 from tests.modules import module_class
-from yobx_flatten import (
-    create_input_tensors_from_onnx_model,
-    create_onnx_model_from_input_tensors,
-    export_onnx,
-    load_nested,
-    save_nested,
-)
+from yobx_flatten import create_onnx_model_from_input_tensors, export_onnx, load_nested, save_nested
 from yobx_flatten.runners import onnx_runner, onnx_session
 from yobx_flatten.runners.onnx_session import (
     in_huge_pages,
@@ -31,6 +25,7 @@ from yobx_flatten.runners.onnx_session import (
     without_spinning,
 )
 from yobx_flatten.runners.ports import ELEMENTS
+from yobx_flatten.storage import create_input_tensors_from_onnx_model
 
 # What ONNX calls the types that it has under their own name, and what stands for the others.
 NAMES = {
@@ -204,8 +199,9 @@ def test_only_a_long_loop_asks_for_huge_pages(tmp_path, monkeypatch):
 MATRIX_SIZE, COUNT = 64, 3
 
 
-@pytest.fixture
-def half(tmp_path):
+@pytest.mark.parametrize("free", [10**12, 3 * 2 * MATRIX_SIZE * MATRIX_SIZE * 2 - 1])
+def test_weights_of_half_precision_give_the_same_result_where_memory_is_short(tmp_path, monkeypatch, free):
+    """Converted at every call, or all of them when the file is loaded: the products of numpy either way."""
     weights = numpy.random.default_rng(0).normal(scale=0.1, size=(COUNT, MATRIX_SIZE, MATRIX_SIZE))
     weights = weights.astype(numpy.float16)
     stored = [numpy_helper.from_array(weight, f"w{index}") for index, weight in enumerate(weights)]
@@ -217,13 +213,6 @@ def half(tmp_path):
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     path = tmp_path / "m.onnx"
     onnx.save(model, path, save_as_external_data=True, location="m.onnx.data", size_threshold=0)
-    return path, weights
-
-
-@pytest.mark.parametrize("free", [10**12, 3 * 2 * MATRIX_SIZE * MATRIX_SIZE * 2 - 1])
-def test_weights_of_half_precision_give_the_same_result_where_memory_is_short(half, monkeypatch, free):
-    """Converted at every call, or all of them when the file is loaded: the products of numpy either way."""
-    path, weights = half
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": free}))
     options = mapped_options(path)
     one_by_one = options.execution_order == onnxruntime.ExecutionOrder.PRIORITY_BASED

@@ -21,9 +21,8 @@ from tests.cache_words import WORD, cache_of
 from tests.flatten.export.exported_files import exported_file
 from tests.flatten.model_folder.exported_folders import exported
 from tests.models import make_model
-from yobx_flatten import DecodeSizes, decode_inputs, export_onnx, open_model, verify_folder
+from yobx_flatten import DamagedFileError, DecodeSizes, decode_inputs, export_onnx, open_model, verify_folder
 from yobx_flatten.errors import (
-    DamagedFileError,
     ForeignFileError,
     GenerationError,
     InvalidArgumentError,

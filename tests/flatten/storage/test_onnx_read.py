@@ -10,15 +10,9 @@ import pytest
 import torch
 
 from tests.flatten.storage.storage_values import State
-from yobx_flatten import (
-    create_input_tensors_from_onnx_model,
-    create_onnx_model_from_input_tensors,
-    load_case,
-    load_nested,
-    save_case,
-    save_nested,
-)
+from yobx_flatten import create_onnx_model_from_input_tensors, load_case, load_nested, save_case, save_nested
 from yobx_flatten.errors import DamagedFileError, FlattenError, ForeignFileError, InvalidArgumentError
+from yobx_flatten.storage import create_input_tensors_from_onnx_model
 
 VALUES = {"x": torch.arange(1000.0), "half": torch.ones(3, dtype=torch.bfloat16), "text": "née", "state": State(1, [2])}
 

@@ -14,26 +14,21 @@ import torch
 
 from tests.flatten.storage.storage_values import State, same
 from tests.models import make_model
-from yobx_flatten import (
-    DamagedFileError,
-    DecodeSizes,
-    InvalidArgumentError,
+from yobx_flatten import DamagedFileError, InvalidArgumentError, MissingDependencyError, ReplayError, StoredFileError
+from yobx_flatten.declare import register_flattening_functions
+from yobx_flatten.export import export_onnx
+from yobx_flatten.huggingface import DecodeSizes, decode_inputs
+from yobx_flatten.storage import (
     MiniOnnxBuilder,
-    MissingDependencyError,
-    ReplayError,
     StoredCase,
     create_input_tensors_from_onnx_model,
     create_onnx_model_from_input_tensors,
-    decode_inputs,
-    dynamic_shapes,
-    export_onnx,
     load_case,
-    register_flattening_functions,
     replay_case,
     save_case,
     save_nested,
 )
-from yobx_flatten.errors import StoredFileError
+from yobx_flatten.trees import dynamic_shapes
 
 helper, T = onnx.helper, onnx.TensorProto
 

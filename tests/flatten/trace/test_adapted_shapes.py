@@ -13,15 +13,8 @@ from tests.cache_words import WORD, cache_of
 from tests.flatten.huggingface.tracing.one_graph import small_model
 from tests.models import make_model, start
 from tests.modules import module_class
-from yobx_flatten import (
-    DecodeSizes,
-    decode_inputs,
-    dynamic_shapes,
-    export_program,
-    register,
-    register_flattening_functions,
-    unregister_class_flattening,
-)
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, export_program
+from yobx_flatten.declare import register, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.errors import InvalidArgumentError, SpecMismatchError
 from yobx_flatten.trace.adapted_shapes import adapted_shapes
 
@@ -242,10 +235,7 @@ def test_a_field_of_a_registered_class_counts_like_an_argument(tmp_path):
 
 
 def test_a_program_with_none_is_exported_again():
-    """The hook does not stand in the way of a trace, strict or not.
-
-    In torch 2.11, dynamo takes no module that has hooks where an input is ``None``, whatever the hooks do.
-    """
+    """Strict or not; in torch 2.11, dynamo takes no module that has hooks where an input is ``None``."""
     with register_flattening_functions():
         program = torch.export.export(Adds(), (X,), {"more": None})
         for strict in (False, True) if torch.__version__ >= (2, 13) else (False,):

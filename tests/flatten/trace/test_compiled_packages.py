@@ -17,8 +17,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from tests.flatten.huggingface.tracing.one_graph import small_model
 from tests.modules import module_class, module_of
 from tests.transformers_versions import needs_transformers
-from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
-from yobx_flatten.huggingface.builders import make_dynamic_cache
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, make_dynamic_cache, register_flattening_functions
 from yobx_flatten.trace.program import called_contiguous, importing_classes, remembering_expressions, remembering_hints
 from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
 
@@ -45,13 +44,9 @@ class Step(torch.nn.Module):
         return total
 
 
-def tokens(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def inputs(*, batch, past, new, sliced):
     def made(seed, length):
-        tensor = tokens(batch, 2, length + 3, 4, seed=seed)[:, :, 3:]
+        tensor = torch.randn(batch, 2, length + 3, 4, generator=torch.Generator().manual_seed(seed))[:, :, 3:]
         return tensor if sliced else tensor.contiguous()
 
     window = min(past, 7)

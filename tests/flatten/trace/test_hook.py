@@ -1,6 +1,7 @@
-"""Around an export inside a block: programs explain themselves, equal dimensions stay apart, and all is put back."""
+"""Programs of a block explain themselves, equal dimensions stay apart, gradients flow, and all is put back."""
 
 import copy
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import onnxruntime
@@ -10,14 +11,15 @@ import torch.fx.experimental._config as fx_config
 import transformers.cache_utils as cache_utils
 import transformers.masking_utils as masking_utils
 from torch.export import Dim, ExportedProgram, export  # imported before any block is open, as users do
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.flatten.pair import Pair
-from tests.modules import module_class
-from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
+from tests.modules import module_class, module_of
+from yobx_flatten import dynamic_shapes, make_dynamic_cache, make_flattening_function_for_dataclass
+from yobx_flatten.declare import register_class_flattening, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.errors import NotRegisteredError, SpecMismatchError
-from yobx_flatten.huggingface.builders import make_dynamic_cache
 
 BLOCK_LINE = "with register_flattening_functions(patch_transformers=True): ..."
 
@@ -56,9 +58,6 @@ def program():
 def run(program, x, cache):
     with register_flattening_functions(patch_transformers=True):
         return program.module()(x, cache)
-
-
-# A program explains itself.
 
 
 def test_a_program_called_inside_a_block_is_right_and_outside_it_names_the_class_and_the_line(program):
@@ -109,9 +108,6 @@ def test_inputs_of_another_structure_are_refused(program, cache, named):
     with pytest.raises((SpecMismatchError, ValueError)) as caught:
         run(program, tokens(), cache())
     assert named in str(caught.value)
-
-
-# What happens during a trace, and only then.
 
 
 class Watching(OneStep):
@@ -228,3 +224,92 @@ def test_a_file_of_a_tensor_in_two_places_has_two_inputs():
     feeds = {one.name: value.numpy() for one, value in zip(session.get_inputs(), others, strict=True)}
     expected = Weighs()(others[0], {"y": [others[1]], "z": others[2]})
     assert torch.equal(torch.from_numpy(session.run(None, feeds)[0]), expected)
+
+
+WINDOW = 4
+
+
+@dataclasses.dataclass
+class Scored:
+    scores: torch.Tensor
+    past: object
+
+
+class Reader(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(4, 4)
+
+    def forward(self, scored):
+        new = self.project(scored.scores)
+        keys, values = scored.past.update(new, new * 2, 0)
+        return {"loss": (keys * values).sum() + self.project(keys).mean(), "past": scored.past}
+
+
+def inputs(batch, length):
+    generator = torch.Generator().manual_seed(length)
+    new, keys, values = (torch.randn(batch, 2, size, 4, generator=generator) for size in (2, length, length))
+    keys.requires_grad_()
+    cache = make_dynamic_cache([(keys, values)], "DynamicSlidingWindowLayer", {"sliding_window": WINDOW})
+    return Scored(new, cache), keys
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    flatten, flatten_with_keys, unflatten = make_flattening_function_for_dataclass(Scored, set())
+    register_class_flattening(Scored, flatten, unflatten, flatten_with_keys)
+    yield
+    unregister_class_flattening(Scored)
+
+
+def gradients(module, scored, keys):
+    module.zero_grad()
+    module(scored)["loss"].backward()
+    return [keys.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def test_a_program_has_the_gradients_of_its_module():
+    torch.manual_seed(0)
+    module = Reader().train()
+    with register_flattening_functions(patch_transformers=True):
+        example, _ = inputs(2, 2)
+        program = torch.export.export(module, (example,), dynamic_shapes=dynamic_shapes((example,)))
+        trained = program.module()
+        for batch, length in ((2, 2), (3, WINDOW - 1)):
+            expected = gradients(module, *inputs(batch, length))
+            found = gradients(trained, *inputs(batch, length))
+            torch.testing.assert_close(found, expected)
+            assert all(gradient.abs().max() > 0 for gradient in expected)
+
+
+class Attention(Reader):
+    def forward(self, scored):
+        new = self.project(scored.scores)
+        keys, values = scored.past.update(new, new * 2, 0)
+        found = torch.nn.functional.scaled_dot_product_attention(new, keys, values)
+        return {"loss": found.square().mean()}
+
+
+@pytest.mark.parametrize("reader", [Reader, Attention])
+def test_one_graph_of_forward_and_backward_has_the_gradients_of_its_module(reader):
+    experimental = pytest.importorskip("torch.export.experimental")
+    torch.manual_seed(0)
+    # the loss alone: torch's joint export takes no other output that has a gradient
+    module = module_of(lambda self, scored: {"loss": self.reader(scored)["loss"]}, reader=reader()).train()
+    with register_flattening_functions(patch_transformers=True):
+        example, _ = inputs(2, 2)
+        program = torch.export.export(module, (example,), dynamic_shapes=dynamic_shapes((example,)))
+        # with the kernel of the CPU torch 2.13 decomposes the forward, and leaves a backward that expects another one
+        with sdpa_kernel(SDPBackend.MATH):
+            joint = experimental._export_forward_backward(program)
+        backward = joint.graph_signature.backward_signature
+        assert backward.loss_output == joint.graph_signature.user_outputs[0]
+        assert list(backward.gradients_to_parameters.values()) == list(dict(module.named_parameters()))
+        for batch, length in ((2, 2), (3, WINDOW - 1)):
+            scored, _ = inputs(batch, length)
+            with torch.no_grad():
+                loss, *found = joint.graph_module(*module.parameters(), *torch.utils._pytree.tree_leaves(scored))
+            keys, *weights = gradients(module, *inputs(batch, length))
+            torch.testing.assert_close(loss, module(scored)["loss"])
+            torch.testing.assert_close(found, [*weights, keys])
+            assert all(gradient.abs().max() > 0 for gradient in found)

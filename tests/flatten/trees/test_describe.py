@@ -41,9 +41,6 @@ def described(obj, **options):
     return string_type(obj, with_shape=True, with_min_max=True, **options)
 
 
-# Tensors and arrays.
-
-
 @pytest.mark.parametrize(
     ("obj", "text", "with_shape"),
     [
@@ -138,9 +135,6 @@ def test_describing_leaves_no_trace_in_an_exported_program():
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     assert targets == [torch.ops.aten.add.Tensor]
     assert string_type(list(program.graph.nodes)) == "#3[%x,%aten.add.Tensor,%output]"
-
-
-# Scalars, names, containers.
 
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -248,9 +242,6 @@ def test_dataclasses_show_the_fields_that_hold_something():
     assert string_type(Batch(None)) == "Batch()"
 
 
-# Classes that nobody told it about.
-
-
 class Opaque:
     def __init__(self, *children):
         self.children = children
@@ -318,9 +309,6 @@ def test_every_tree_gives_one_line(tree, flag, limit):
     text = string_type(tree, with_shape=flag, with_min_max=flag, limit=limit)
     assert text
     assert text.splitlines() == [text]
-
-
-# Caches and outputs of transformers.
 
 
 def pair(*shape):
@@ -409,9 +397,6 @@ def test_model_outputs_show_their_fields_and_batches_their_data():
     assert string_type(output, with_shape=True) == ("BaseModelOutput(last_hidden_state:T1s2x3,attentions:(T1s1,))")
     assert string_type(BatchEncoding({"ids": [1]})) == "BatchEncoding(data=dict(ids:#1[int]))"
     assert string_type(LlamaConfig()) == "LlamaConfig(...)"
-
-
-# Quiet, light.
 
 
 def test_verbose_reaches_the_handlers_and_prints_nothing(caplog, capsys):

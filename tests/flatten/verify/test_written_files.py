@@ -20,12 +20,11 @@ from onnx import helper, numpy_helper
 from onnxruntime.quantization import quantize_dynamic
 from transformers import MistralConfig, MistralForCausalLM
 
-from yobx_flatten import Case, export_onnx, export_program
+from yobx_flatten import Case, export_onnx, export_program, verify_file
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import ForeignFileError, InvalidArgumentError, UntrustedFileError
 from yobx_flatten.model_folder.pieces.text import Split, decoder_pieces
 from yobx_flatten.testing import assert_same_as_model
-from yobx_flatten.verify import verify_file
 from yobx_flatten.verify.calls import matched
 
 from .peer_files import WRITTEN, llama, mistral, t5
@@ -334,10 +333,7 @@ def changed(model):
 
 
 def test_files_of_optimum_are_right_and_are_found_in_folders(tmp_path):
-    """optimum's encoder, and its two decoders in one file: a cache is read, and none is.
-
-    mobius writes one folder for each component, as here.
-    """
+    """optimum's encoder, and two decoders in one file; mobius writes one folder for each component, as here."""
     for part in ("encoder_model", "decoder_model_merged"):
         (tmp_path / part).mkdir()
         shutil.copy(WRITTEN / "optimum" / f"{part}.onnx", tmp_path / part / "model.onnx")

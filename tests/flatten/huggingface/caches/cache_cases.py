@@ -7,8 +7,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from tests.models import WINDOW
-from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
-from yobx_flatten.huggingface.recipes import flatten_dynamic_cache
+from yobx_flatten import flatten_dynamic_cache, make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
 
 HAS_FLAG = hasattr(DynamicLayer(), "is_initialized")
 HAS_RECORDING = hasattr(cache_utils.DynamicSlidingWindowLayer, "activate_past_recording")

@@ -111,9 +111,6 @@ def layer_of(name, length=3, **options):
     return layer
 
 
-# -- caches that are no DynamicCache or StaticCache
-
-
 def of_model(module, name):
     return getattr(importlib.import_module(f"transformers.models.{module}"), name)
 
@@ -208,9 +205,6 @@ CACHES = {
     "Sam2VideoInferenceCache": sam2_video,
     "ParakeetRNNTDecoderCache": parakeet,
 }
-
-
-# -- comparing
 
 
 def equal(a, b):

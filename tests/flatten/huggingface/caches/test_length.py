@@ -13,10 +13,9 @@ from roundpipe_runtime.batch.splitting import split
 from tests.flatten.huggingface.caches.cache_cases import HAS_POSITION, made, round_trip, states
 from tests.models import WINDOW, continued_alike, start
 from tests.modules import module_class
-from yobx_flatten import flatten_static_cache, unflatten_static_cache
+from yobx_flatten import flatten_dynamic_cache, flatten_static_cache, unflatten_dynamic_cache, unflatten_static_cache
 from yobx_flatten.errors import CacheStructureError, UnsupportedLayerError
 from yobx_flatten.huggingface.caches import layouts
-from yobx_flatten.huggingface.recipes import flatten_dynamic_cache, unflatten_dynamic_cache
 
 
 def seen(cache):
@@ -24,10 +23,7 @@ def seen(cache):
 
 
 def test_the_leaf_is_a_tensor_without_axes_and_layers_count_in_a_number_again(block):
-    """Of integers, on the CPU, where reading it waits for nothing; also for layers that hold nothing on the CPU.
-
-    Eager layers branch on the number; also after `tree_map(torch.Tensor.half, cache)`. Earlier versions had integers.
-    """
+    """Of integers, on the CPU, where reading it waits for nothing; also after `tree_map(torch.Tensor.half, cache)`."""
     for device in ("cpu", "meta"):
         leaf = pytree.tree_leaves(made("WW", length=12, device=device))[-1]
         assert (leaf.shape, leaf.dtype, leaf.device.type, leaf.item()) == ((), torch.int64, "cpu", 12)
@@ -241,10 +237,7 @@ class UpdatesACache(torch.nn.Module):
 
 @has_window_tensor
 def test_a_cache_that_a_program_returns_has_the_tensor_and_the_program_has_none(block):
-    """Made by unflatten when the program is called; in the trace it would become a constant.
-
-    The second layer is the only one of its window that had a tensor, and it was never taken apart before.
-    """
+    """Made by unflatten at the call: in the trace it would be a constant; one layer of the window had a tensor."""
     for window, args in ((1021, ()), (1031, (unflatten_dynamic_cache(*fresh(1031)),))):
         program = torch.export.export(UpdatesACache(), (torch.ones(2, 2, 3, 4), *args))
         cache = program.module()(torch.ones(2, 2, 3, 4), *args)

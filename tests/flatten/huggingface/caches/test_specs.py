@@ -35,18 +35,13 @@ from tests.flatten.huggingface.caches.cache_cases import (
     states,
 )
 from tests.models import WINDOW, continued_alike, go_on, new_cache, start
-from yobx_flatten import FlattenError, register_flattening_functions
+from yobx_flatten import FlattenError, flatten_dynamic_cache, flatten_static_cache, register_flattening_functions
 from yobx_flatten.errors import CacheStructureError, SpecMismatchError, UnsupportedLayerError
 from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
 from yobx_flatten.huggingface.caches.known_state import read_template
 from yobx_flatten.huggingface.caches.layers import kind_of, kind_of_code
 from yobx_flatten.huggingface.caches.layouts import unflatten_layers
-from yobx_flatten.huggingface.recipes import (
-    flatten_dynamic_cache,
-    flatten_static_cache,
-    flatten_with_keys_dynamic_cache,
-    unflatten_dynamic_cache,
-)
+from yobx_flatten.huggingface.recipes import flatten_with_keys_dynamic_cache, unflatten_dynamic_cache
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -343,10 +338,7 @@ PLACEHOLDERS = [None, "leaf", 7, 0, object(), torch.Size([2, 3]), torch.float32]
 @pytest.mark.parametrize("placeholder", PLACEHOLDERS, ids=lambda p: type(p).__name__ if p != 0 else "zero")
 @pytest.mark.parametrize("layout", [*LAYOUTS, "DDx", "XSx"])
 def test_a_cache_may_hold_anything_for_a_while_in_all_leaves_or_in_one(block, layout, placeholder):
-    """torch fills trees with names, numbers, shapes and `None`; what was filled in comes out again in its place.
-
-    The gradients of a cache, say: some leaves have one, others have none.
-    """
+    """torch fills trees with names, numbers, shapes and `None`, which come out again; some leaves have a gradient."""
     cache = made(layout.rstrip("x"))
     if layout.endswith("x"):
         cache.layers[0] = type(cache.layers[0])(*[WINDOW, WINDOW][: 2 if layout[0] == "X" else 0])

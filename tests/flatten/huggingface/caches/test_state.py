@@ -28,8 +28,7 @@ from tests.flatten.huggingface.caches.every_cache import (
     layer_of,
     states,
 )
-from yobx_flatten import flattening_list, register_flattening_functions
-from yobx_flatten.errors import CacheStructureError, StaticDataError
+from yobx_flatten import CacheStructureError, StaticDataError, flattening_list, register_flattening_functions
 from yobx_flatten.huggingface.caches import layouts
 from yobx_flatten.huggingface.caches.layers import LETTERS, OTHER_LETTERS
 from yobx_flatten.huggingface.caches.layouts import flatten_layers, unflatten_layers
@@ -122,9 +121,6 @@ def test_one_tensor_under_two_names_is_one_leaf():
     [rebuilt] = unflatten_layers([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], names)
     assert rebuilt.keys is rebuilt.values
     assert sum(name.startswith(("key_", "value_")) for name in names) == 1
-
-
-# -- templates
 
 
 def test_each_attribute_has_its_place_in_the_template():
@@ -373,9 +369,6 @@ def test_a_cache_may_hold_anything_for_a_while(name, cache, placeholder):
         leaves, spec = pytree.tree_flatten(cache)
         again = pytree.tree_flatten(pytree.tree_unflatten([placeholder] * len(leaves), spec))
     assert again == ([placeholder] * len(leaves), spec)
-
-
-# -- the user's own
 
 
 class ScaledLayer(DynamicLayer):

@@ -26,11 +26,6 @@ def qwen2_vl():
     return make_model("image:qwen2_vl")
 
 
-@pytest.fixture
-def attention(qwen2_vl):
-    return type(qwen2_vl.model.visual.blocks[0].attn)
-
-
 def pictures(model, seed):
     return picture_of(model, 2, torch.Generator().manual_seed(seed))[0]
 
@@ -75,7 +70,9 @@ def test_the_same_encoder_stops_a_trace_without_them(qwen2_vl):
         export_encoder(qwen2_vl, pictures(qwen2_vl, 1))
 
 
-def test_the_original_comes_back_when_a_trace_ends_or_fails(attention):
+def test_the_original_comes_back_when_a_trace_ends_or_fails_and_caches_and_torch_are_left_alone(qwen2_vl):
+    """Upstream would turn sliding layers into full ones, and replace a function of torch for all threads."""
+    attention = type(qwen2_vl.model.visual.blocks[0].attn)
     found = vars(attention)["forward"]
     with register_flattening_functions(patch_transformers=True):
         assert vars(attention)["forward"] is found
@@ -88,10 +85,6 @@ def test_the_original_comes_back_when_a_trace_ends_or_fails(attention):
     with pytest.raises(ZeroDivisionError), TRANSFORMERS_TRACING.traceable():
         _ = 1 / 0
     assert vars(attention)["forward"] is found
-
-
-def test_caches_and_torch_are_left_alone(qwen2_vl):
-    """Upstream would turn sliding layers into full ones, and replace a function of torch for all threads."""
     owners = [target for target, _, _ in upstream_replacements()]
     assert owners
     names = {getattr(owner, "__module__", None) or owner.__name__ for owner in owners}

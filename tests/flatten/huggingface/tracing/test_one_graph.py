@@ -54,10 +54,7 @@ def test_one_program_serves_every_length(exported, sizes):
 
 
 def test_the_program_decomposes_and_compares_sizes_at_most_once(exported):
-    """No constant was made in the trace that `run_decompositions` would miss.
-
-    How many keys a window keeps is a minimum of sizes; nothing else is, since some runtimes have no rule for it.
-    """
+    """How many keys a window keeps is a minimum of sizes; nothing else is: some runtimes have no rule for it."""
     name, program, _ = exported
     decomposed = program.run_decompositions({})
     # transformers < 5.17 makes a tensor in gemma2's own code

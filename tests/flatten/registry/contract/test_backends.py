@@ -330,9 +330,6 @@ def test_it_passes_the_same_tests_in_a_process_of_its_own(name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# What only one of the libraries does.
-
-
 @pytest.fixture
 def python():
     with other_libraries.forgotten_afterwards(Pair, Other):

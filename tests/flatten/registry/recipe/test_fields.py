@@ -160,8 +160,7 @@ def test_a_class_without_fields_is_refused(cls):
         functions_of(torch.nn.Parameter)
 
 
-@pytest.fixture
-def attrs_classes():
+def test_an_attrs_class_comes_apart_by_its_attributes():
     attrs = pytest.importorskip("attrs", reason="attrs writes the classes")
 
     @attrs.define
@@ -182,11 +181,7 @@ def attrs_classes():
             if not isinstance(self.x, int):
                 raise TypeError("x must be an integer")
 
-    return [Defined(1, secret=2, size="3"), Frozen(1, 2, 3)]
-
-
-def test_an_attrs_class_comes_apart_by_its_attributes(attrs_classes):
-    for obj in attrs_classes:
+    for obj in (Defined(1, secret=2, size="3"), Frozen(1, 2, 3)):
         flatten, _, unflatten = functions_of(type(obj))
         children, static = flatten(obj)
         assert static == [["x", "_hidden", "made"], [3]]
@@ -195,12 +190,8 @@ def test_an_attrs_class_comes_apart_by_its_attributes(attrs_classes):
         assert unflatten(["placeholder", 2, None], static).x == "placeholder"
 
 
-@pytest.fixture
-def pydantic():
-    return pytest.importorskip("pydantic", reason="pydantic writes the models")
-
-
-def test_a_pydantic_model_comes_back_with_all_it_holds(pydantic):
+def test_a_pydantic_model_comes_back_with_all_it_holds():
+    pydantic = pytest.importorskip("pydantic", reason="pydantic writes the models")
 
     class Model(pydantic.BaseModel):
         model_config = pydantic.ConfigDict(arbitrary_types_allowed=True, extra="allow", frozen=True)
@@ -228,8 +219,9 @@ def test_a_pydantic_model_comes_back_with_all_it_holds(pydantic):
     assert rebuilt.x is model.x
 
 
-def test_a_pydantic_model_is_rebuilt_without_validation(pydantic):
+def test_a_pydantic_model_is_rebuilt_without_validation():
     """Placeholders of a trace are no integers."""
+    pydantic = pytest.importorskip("pydantic", reason="pydantic writes the models")
 
     class Model(pydantic.BaseModel):
         x: int
@@ -289,9 +281,6 @@ def test_functions_of_every_reader_pass_the_check_and_go_through_jax(number):
     unregister_class_flattening(type(obj))
     assert type(doubled) is type(obj)
     assert float(jax.tree.leaves(doubled)[0]) == 4
-
-
-# Functions made of names.
 
 
 class Cell:

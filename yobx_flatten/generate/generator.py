@@ -17,7 +17,7 @@ from ..runners.adapters import FolderAdapters
 from ..runners.onnx_session import Providers, mapped_options, only_for_onnxruntime, require_onnxruntime
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from ..runners.program_runner import ProgramRunner, open_program
-from .sampling import Sampling, TokenChooser, score_rules
+from .sampling import Sampling, choose, score_rules
 from .settings import GenerationSettings, find_parts, folder_of, read_settings, refusals_named
 from .spectrogram import speak
 from .steps import Parts, Steps, TextState
@@ -308,7 +308,8 @@ class Generator:
     def _stream(
         self, sequence: TextState, max_new_tokens: int | None, sampling: Sampling | None
     ) -> Iterator[torch.Tensor]:
-        chooser = TokenChooser(self.settings.sampling if sampling is None else sampling)
+        sampling = self.settings.sampling if sampling is None else sampling
+        seeded = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
         limit, longest, start = self.settings.max_new_tokens, self.settings.max_length, sequence.tokens.shape[1]
         if max_new_tokens is not None:
             limit = max_new_tokens
@@ -321,9 +322,11 @@ class Generator:
             limit = longest - start
         if type(limit) is not int or limit < 1:
             raise InvalidArgumentError(f"max_new_tokens must be an int of 1 or more, found {describe_class(limit)}.")
-        return self._tokens(sequence, limit, chooser)
+        return self._tokens(sequence, limit, sampling, seeded)
 
-    def _tokens(self, sequence: TextState, limit: int, choose: TokenChooser) -> Iterator[torch.Tensor]:
+    def _tokens(
+        self, sequence: TextState, limit: int, sampling: Sampling, seeded: torch.Generator | None
+    ) -> Iterator[torch.Tensor]:
         settings = self.settings
         ends = torch.tensor(settings.eos_token_ids, dtype=torch.int64)
         ended = torch.zeros(len(sequence.tokens), dtype=torch.bool)
@@ -337,7 +340,7 @@ class Generator:
             scores = self.steps.step(sequence)
             for process in processors:
                 scores = process(sequence.tokens, scores)
-            chosen = choose(scores)
+            chosen = choose(scores, sampling, seeded)
             if settings.pad_token_id is not None:
                 chosen = torch.where(ended, settings.pad_token_id, chosen)
             yield chosen.clone()  # the caller may change the tensor

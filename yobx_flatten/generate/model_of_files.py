@@ -29,7 +29,7 @@ from .pictures import Pictures
 from .sampling import other_loops
 from .settings import Documents, refusals_named, settings_of
 from .stand_ins import FileCache, ModelWithoutWeights, config_from, exported_class, named_class
-from .steps import OF_IMAGES, OF_VIDEOS, Steps, TextState, check_given
+from .steps import OF_IMAGES, OF_VIDEOS, READ, Steps, TextState, check_given
 
 _DRAFTS: Any = GenerationMode.ASSISTED_GENERATION
 # a quantized cache does not keep exact values, and another loop manages a paged cache
@@ -43,8 +43,7 @@ class EncoderOfFiles(torch.nn.Module):
         super().__init__()
         self.steps = steps
         ports = steps.parts.encoder.ports if steps.parts.encoder is not None else {}
-        names = ("input_features", "input_values", "pixel_values")
-        self.main_input_name = next((name for name in names if name in ports), "input_ids")
+        self.main_input_name = next((name for name in READ if name in ports), "input_ids")
         # Whisper's loop multiplies these strides to get the number of sound frames per position
         self.conv1, self.conv2 = types.SimpleNamespace(stride=(1,)), types.SimpleNamespace(stride=(2,))
 

@@ -85,26 +85,17 @@ def sampling_of(generation: Mapping[str, Any]) -> Sampling:
         raise GenerationError(f"generation_config.json: {error}") from error
 
 
-class TokenChooser:
-    """Chooses the next token of each row of a batch, with one random generator for all steps.
+def choose(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator | None) -> torch.Tensor:
+    """Return the next token of each row, of shape (batch,), for scores of shape (batch, vocabulary).
 
-    >>> choose = TokenChooser(Sampling(do_sample=True, top_k=2, seed=0))
-    >>> sorted({int(choose(torch.tensor([[0.0, 5.0, 5.0]]))) for _ in range(20)})
+    >>> sampling, seeded = Sampling(do_sample=True, top_k=2), torch.Generator().manual_seed(0)
+    >>> sorted({int(choose(torch.tensor([[0.0, 5.0, 5.0]]), sampling, seeded)) for _ in range(20)})
     [1, 2]
     """
-
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
-        self._generator: torch.Generator | None = None
-        if sampling.seed is not None:
-            self._generator = torch.Generator().manual_seed(sampling.seed)
-
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return tokens of shape (batch,) for scores of shape (batch, vocabulary)."""
-        if not self._sampling.do_sample:
-            return scores.argmax(-1)
-        drawn = torch.multinomial(probabilities(scores, self._sampling), 1, generator=self._generator)
-        return drawn[:, 0]
+    # generator: `None` for torch's global generator
+    if not sampling.do_sample:
+        return scores.argmax(-1)
+    return torch.multinomial(probabilities(scores, sampling), 1, generator=generator)[:, 0]
 
 
 def probabilities(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:

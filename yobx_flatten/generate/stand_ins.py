@@ -281,14 +281,12 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         self.seen = 0
         # number of last tokens that the files must read again, because `crop` restored the state before their call
         self.again = 0
-        self._held: dict[str, Any] | None = None
-        self._pictures: list[Seen] = []
-        self._held_seen = 0
+        # the cache, the number of its tokens, and the features of pictures before the last call
+        self._held: tuple[dict[str, Any], int, list[Seen]] | None = None
 
     @classmethod
     def of(cls, given: Any, steps: Steps) -> FileCache:
         """Convert the caller's empty transformers cache to a :class:`FileCache`, in place."""
-        made: Any = given
         if isinstance(given, FileCache):
             return given
         known = isinstance(given, Cache) and type(given).__module__.startswith("transformers.")
@@ -303,10 +301,10 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
                 "Pass a cache that a call of this model returned, or no cache."
             )
         vars(given).clear()
-        made.__class__ = cls
-        made.__init__(steps)
-        found: FileCache = made
-        return found
+        given.__class__ = cls
+        given.__init__(steps)
+        made: FileCache = given
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return an independent cache with the same tokens, so that several texts can continue one prompt."""
@@ -329,8 +327,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
     def hold(self) -> None:
         """Save the current state of the cache, which :meth:`crop` can restore."""
         assert self.state is not None
-        self._held, self._held_seen = held_before(self.state.cache), self.seen - self.again
-        self._pictures = self.state.seen
+        self._held = held_before(self.state.cache), self.seen - self.again, self.state.seen
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -373,9 +370,9 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         found = None if self.again else cropped(self.steps.parts.decoder, state.cache, self.seen, kept)
         if found is not None:
             state.cache = found
-        elif self._held is not None and kept >= self._held_seen:
-            state.cache, state.seen = rewound(state.cache, self._held, self._held_seen), self._pictures
-            self.again = kept - self._held_seen
+        elif self._held is not None and kept >= self._held[1]:
+            leaves, seen, state.seen = self._held
+            state.cache, self.again = rewound(state.cache, leaves, seen), kept - seen
         elif not self.again or kept < self.seen - self.again:
             raise GenerationError(
                 f"{self.steps.parts.decoder.name} has a sliding window or a recurrent state: its cache cannot drop "

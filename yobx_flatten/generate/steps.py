@@ -24,12 +24,12 @@ OF_VIDEOS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 _LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "deepstack_embeds")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 # inputs of an encoder other than text: what they contain, and their shape
-_READ = {
+READ = {
     "input_features": ("sound", "(batch, bins, frames)"),
     "input_values": ("sound", "(batch, samples)"),
     "pixel_values": ("pictures", "(batch, channels, height, width)"),
 }
-_SOURCES = ("input_ids", *_READ, "attention_mask")
+_SOURCES = ("input_ids", *READ, "attention_mask")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Steps:
             unread = [name for name in encoded if name not in encoder.ports]
             unread += [name for one in pictures for name in one.names if name not in encoded]
             if unread:
-                reads = next((name for name in ("input_ids", *_READ) if name in encoder.ports), "nothing")
+                reads = next((name for name in ("input_ids", *READ) if name in encoder.ports), "nothing")
                 raise InvalidArgumentError(f"{encoder.name} reads {reads}, not {unread[0]}: remove {unread[0]}.")
             context, batch = self.encode(input_ids, attention_mask, encoded)
             if decoder_input_ids is not None:
@@ -201,9 +201,9 @@ class Steps:
         assert encoder is not None
         check_ports(encoder.ports, _SOURCES, encoder.name)
         feeds = {} if mask is None else {"attention_mask": mask}
-        reads = next((name for name in _READ if name in encoder.ports), None)
+        reads = next((name for name in READ if name in encoder.ports), None)
         if reads is not None:
-            (what, shape), value = _READ[reads], given.get(reads)
+            (what, shape), value = READ[reads], given.get(reads)
             if input_ids is not None:
                 raise InvalidArgumentError(f"{encoder.name} reads {reads}, not input_ids: remove input_ids.")
             if value is None or value.ndim != shape.count(",") + 1:

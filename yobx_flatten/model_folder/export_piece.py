@@ -23,7 +23,6 @@ from ..export.source import left_out, shortened
 from ..runners.adapters import Adapter
 from ..runners.open import RUNTIMES, check_runtime
 from ..trees.shapes import dynamic_shapes
-from .client_layout import Layout
 from .pieces.text import Piece
 from .source.open import WeightsIn
 from .source.packed_weights import UnmatchedWeights
@@ -125,6 +124,8 @@ def _with_fixed_batch(shapes: Any) -> Any:
 
 
 Target = Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"]
+# sentence-transformers, optimum and (for decoders) onnxruntime-genai open a flat folder
+Layout = Literal["flat", "transformers.js", "genai"]
 Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]  # folders of PEFT adapters, by adapter name
 
 

@@ -34,9 +34,8 @@ from ..runners.adapters import ADAPTERS, Adapter, check_matrices, leave_room, ro
 from ..runners.ports import ELEMENTS
 from ..trees.arguments import instance_hint
 from . import stored_cases
-from .client_layout import Layout, apply_layout
-from .export_piece import Adapters, FolderOptions, Target, export_piece, fitting_cases
-from .genai_files import write_genai_files
+from .client_layout import apply_layout, write_genai_files
+from .export_piece import Adapters, FolderOptions, Layout, Target, export_piece, fitting_cases
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
 from .pieces import spoken
 from .pieces.tasks import GENERATES, SPEAKS

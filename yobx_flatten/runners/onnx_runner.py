@@ -134,10 +134,7 @@ class OnnxRunner:
             values[KEPT_SCORES] = to_value(KEPT_SCORES, value_type("tensor(int64)"), torch.tensor(int(last_scores)))
         buffers: BufferedCache | None = None
         if self.shared:
-            if isinstance(cache, BufferedCache):
-                buffers = cache
-            else:
-                buffers = BufferedCache(self._session, cache, self.shared, self._adapter)
+            buffers = cache if isinstance(cache, BufferedCache) else BufferedCache(self, cache)
             buffers.reserve(new_tokens(feeds))
         slots = [slot for slot in self.slots if slot.port.name not in self.shared]
         values |= {slot.port.name: cache[slot.port.name] for slot in slots}
@@ -176,14 +173,10 @@ SHARED_CACHE = "yobx_flatten.shared_cache"
 class BufferedCache(TensorBuffers):
     """A KV cache for onnxruntime: buffers, bound once and updated in place, and other inputs as ``OrtValue``s."""
 
-    # fixed: inputs that are equal in each step, which are bound once
-
-    def __init__(
-        self, session: Any, values: Mapping[str, Any], presents: Mapping[str, str], fixed: Mapping[str, Any]
-    ) -> None:
-        super().__init__({**values, **{name: from_value(values[name]) for name in presents}}, presents)
-        self.binding = session.io_binding()
-        for name, value in fixed.items():
+    def __init__(self, runner: OnnxRunner, values: Mapping[str, Any]) -> None:
+        super().__init__({**values, **{name: from_value(values[name]) for name in runner.shared}}, runner.shared)
+        self.binding = runner._session.io_binding()
+        for name, value in runner._adapter.items():  # equal in each step, and so bound once
             self.binding.bind_ortvalue_input(name, value)
 
     def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:

@@ -69,10 +69,8 @@ def open_runner(
     onnx_session.only_for_onnxruntime(chosen, device, providers)
     if chosen == "onnxruntime":
         onnx_session.require_onnxruntime(caller)
-        how = {
-            "options": options or onnx_session.session_options(threads=threads),
-            "providers": onnx_session.choose_providers(device, providers),
-        }
+        options = options or onnx_session.session_options(threads=threads)
+        how = {"options": options, "providers": onnx_session.choose_providers(device, providers)}
         return OnnxRunner(onnx_session.open_session(file, caller=caller, failure=failure, **how), file.name)
     if chosen == "torch":
         return ProgramRunner(open_program(file, trust=trust, failure=failure), file.name)

@@ -230,17 +230,6 @@ def of_kind(name: str, config: Any) -> Any:
 
 WINDOW = 8
 
-# ByT5's vocabulary: three special tokens, then one token per byte. Every small model can use ByT5's tokenizer.
-_VOCABULARY = {
-    "vocab_size": 259,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "decoder_start_token_id": 0,
-    "image_token_id": 3,
-    "image_token_index": 3,
-    "video_token_id": 258,  # byte 255, which UTF-8 never contains
-}
 # Sizes by their names in all configurations; a configuration gets the entries that it has.
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "projection_dim"), 64),
@@ -265,6 +254,13 @@ _SIZES: dict[str, Any] = {
     "mamba_d_ssm": 128,
     # larger than for training, so that the untrained model generates different tokens
     "initializer_range": 0.3,
+    # ByT5's vocabulary: three special tokens, then one token per byte. Every small model can use ByT5's tokenizer.
+    "vocab_size": 259,
+    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    **dict.fromkeys(("image_token_id", "image_token_index"), 3),
+    "video_token_id": 258,  # byte 255, which UTF-8 never contains
 }
 # Lists of tokens that are not in the small vocabulary.
 _DROPPED = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")
@@ -291,7 +287,7 @@ def small_config(name: str) -> Any:
 
 def _shrunk(config_class: Any) -> Any:
     default = config_class()
-    options = {name: size for name, size in {**_SIZES, **_VOCABULARY}.items() if _may_be_set(default, name, size)}
+    options = {name: size for name, size in _SIZES.items() if _may_be_set(default, name, size)}
     options |= {name: None for name in _DROPPED if getattr(default, name, None)}
     if getattr(default, "sliding_window", None):
         options["sliding_window"] = WINDOW
@@ -313,7 +309,7 @@ def _shrunk(config_class: Any) -> Any:
     if "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()):
         config.rope_parameters["mrope_section"] = [2, 3, 3]  # time, height and width share half of a head
     if getattr(config, "is_encoder_decoder", False):
-        config.decoder_start_token_id = _VOCABULARY["decoder_start_token_id"]  # T5's class has no value for it
+        config.decoder_start_token_id = _SIZES["decoder_start_token_id"]  # T5's class has no value for it
     return config
 
 

@@ -20,7 +20,7 @@ from ..core.terminal.command_line import CHECK_FAILED, UserError, printable, say
 from ..declare.listing import flattening_list
 from ..declare.scopes import register_flattening_functions
 from ..diagnose.checks import Findings, check_inputs
-from ..diagnose.drawing import explain as draw
+from ..diagnose.opaque import explain as draw
 from ..errors import ForeignFileError, GenerationError
 from ..errors.failures import raised_as
 from ..export.record.call import call_files

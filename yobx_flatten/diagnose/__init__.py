@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .checks import Finding, Findings, check_inputs, check_recipe
 from .comparison import Difference, compare_specs
-from .drawing import Drawing, DrawingRow, explain
 from .export_errors import explain_error
-from .opaque import Unregistered, find_unregistered
+from .opaque import Drawing, DrawingRow, Unregistered, explain, find_unregistered
 from .size_errors import Explanation
 
 __all__ = [

@@ -21,7 +21,6 @@ from ..registry.recipe.contract import Recipe, require_class
 from ..registry.recipe.roundtrip import CHECKS
 from ..trace.hook import EXPORT_HOOK
 from ..trees import arguments
-from ..trees.dynamic_specs import by_parameter, without_specs
 from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.walk import class_name, find_cycle, format_cycle, format_path, leaf_places, own_children, torch_leaves
@@ -245,9 +244,9 @@ def _sizes(module: Callable[..., Any], inputs: dict[str, Any], shapes: Any) -> I
         if isinstance(shapes, str) and shapes == "auto":
             shapes = write_dynamic_shapes(inputs)
         else:
-            shapes, assumptions = by_parameter(getattr(module, "forward", module), shapes)
+            shapes, assumptions = arguments.by_parameter(getattr(module, "forward", module), shapes)
             if isinstance(shapes, Mapping):
-                shapes = without_specs(inputs, shapes, assumptions).shapes
+                shapes = arguments.without_specs(inputs, shapes, assumptions).shapes
             else:
                 shapes = arguments.shapes_by_name(inputs, shapes)
             check_dynamic_shapes(inputs, dict(shapes))

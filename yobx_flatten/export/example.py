@@ -22,8 +22,7 @@ from ..huggingface.cache_names import after_cache, forward_of, name_in, named_fo
 from ..huggingface.layer_weights import offloaded_readers, streamed_readers
 from ..registry.recipe.aliases import DynamicShapes, PyTree
 from ..trace.program import arguments_of, traced_inputs
-from ..trees.arguments import check_no_modules, did_you_mean, has_no_data, shapes_by_name
-from ..trees.dynamic_specs import by_parameter, with_attached, without_specs
+from ..trees import arguments
 from ..trees.shapes import check_entries, same_container, shapes_of_leaves, with_none_below, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.walk import key_name, leaf_names, leaves_of, node_of, plain_names
@@ -245,13 +244,13 @@ def make_example(
     kwargs = named_for(forward, kwargs)  # the name of the cache depends on the version of transformers
     cache_is = name_in(kwargs) or ""
     inputs = _by_name(module, args, kwargs)
-    shapes = with_attached(module, forward, shapes)
-    shapes, assumptions = by_parameter(forward, shapes)
+    shapes = arguments.with_attached(module, forward, shapes)
+    shapes, assumptions = arguments.by_parameter(forward, shapes)
     if isinstance(shapes, Mapping):
         shapes = named_for(forward, shapes)
     brought = {*streamed_readers(module), *offloaded_readers(module)}
-    no_data = has_no_data(module, pytree.tree_leaves(inputs), brought)
-    check_no_modules(inputs)
+    no_data = arguments.has_no_data(module, pytree.tree_leaves(inputs), brought)
+    arguments.check_no_modules(inputs)
     why_not, remarks = sizes_of(module, args, kwargs, cache_is)
     given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
     example = Example(module, args, kwargs, None, {}, cache_is, no_data, no_data or why_not, tuple(remarks), bounds)
@@ -336,7 +335,7 @@ def _with_shapes(example: Example, shapes: DynamicShapes, assumptions: tuple[Any
     if isinstance(shapes, str) and shapes == "auto":
         plain = write_dynamic_shapes(inputs)
     else:
-        stated = without_specs(inputs, shapes_by_name(inputs, shapes), assumptions)
+        stated = arguments.without_specs(inputs, arguments.shapes_by_name(inputs, shapes), assumptions)
         shapes = {name: with_none_below(inputs.get(name), below) for name, below in stated.shapes.items()}
         check_entries(inputs, shapes)
         plain, leaves = without_names(shapes), leaf_names(inputs)

@@ -24,7 +24,7 @@ from ..errors import DynamicShapesError
 from ..runners.signature import COMPARISONS, FUNCTIONS, Expression, names_in
 from ..trace.adapted_shapes import attached_spec, forget_attached
 from ..trace.program import traced_inputs
-from ..trees.dynamic_specs import Stated
+from ..trees.arguments import Stated
 
 Place = tuple[str, int | None]
 """An axis of an input, as (name of the input, axis); the axis is ``None`` if the input itself is a number."""

@@ -14,8 +14,7 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch import Tensor
 
 from ...registry.recipe.aliases import Size, TransformersCache
-from .layers import last_places
-from .replacement import Function, Replacement, replacement, traceable
+from .layers import Function, Replacement, last_places, replacement, traceable
 from .sparse import SPARSE
 
 # ruff: noqa: N803, N806 (A, B, C and D are what the paper and the functions of transformers call them)

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch import Tensor
 
 from ...registry.recipe.aliases import CacheLayer, Size, TransformersCache
-from .replacement import Function, Make, traceable
+from .layers import Function, Make, traceable
 
 # -- deepseek v4 -----------------------------------------------------------------------------------------------------
 

@@ -34,9 +34,8 @@ from ..cache_names import named_as, named_for
 from ..caches.layouts import hold_length_leaf
 from ..decoders import switch_of_kind
 from ..outputs import ModelClasses, subclasses_of
-from .layers import layer_replacements
+from .layers import Function, Make, Replacement, always, layer_replacements, replacement, traceable
 from .models import model_replacements
-from .replacement import Function, Make, Replacement, always, replacement, traceable
 from .sparse import prepare_compressed
 
 

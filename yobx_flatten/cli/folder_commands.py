@@ -20,14 +20,7 @@ from ..generate.settings import MANIFEST
 from ..model_folder.folder_and_model import add_adapter, explain_folder
 from ..model_folder.open_folder import open_generator
 from ..model_folder.pieces.tasks import TASKS
-from ..model_folder.source.find import (
-    MODEL_NAMES,
-    FoundModel,
-    find_model,
-    open_tokenizer,
-    readable,
-    require_transformers,
-)
+from ..model_folder.source import find
 from ..model_folder.texts import chat_text, chat_tokenizer, message_tokens, text_pieces
 from ..model_folder.verify import verify_folder
 from ..model_folder.write import ExportedFolder, check_target, export_folder
@@ -111,7 +104,7 @@ def export(
         raise UserError("--adapter and --room-for-adapters cannot be combined: pass one of the two options.")
     check_target(output, overwrite)
     with progress(f"loading {model}"):
-        found = find_model(model, trust_remote_code=trust_remote_code)
+        found = find.find_model(model, trust_remote_code=trust_remote_code)
         done = export_folder(
             found,
             output,
@@ -145,7 +138,7 @@ def export(
     return 0
 
 
-def _exported_as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:
+def _exported_as_dict(done: ExportedFolder, found: find.FoundModel) -> dict[str, object]:
     return {
         "path": str(done.path),
         "model": found.name,
@@ -304,7 +297,7 @@ def generate(
     tokenizer = _tokenizer(folder)
     texts_in = [chat_text(tokenizer, folder, one) for one in prompt] if chat else prompt
     options: dict[str, Any] = {"add_special_tokens": False} if chat else {}  # the chat template adds special tokens
-    with readable(folder, UserError):
+    with find.readable(folder, UserError):
         given = tokenizer(texts_in, return_tensors="pt", padding=len(prompt) > 1, **options)
     if given["input_ids"].shape[-1] == 0:
         raise UserError("the prompt has no tokens: pass --prompt TEXT")
@@ -339,9 +332,9 @@ def generate(
 
 
 def _tokenizer(folder: pathlib.Path) -> Any:
-    require_transformers("generate, to read and write text,")
+    find.require_transformers("generate, to read and write text,")
     try:
-        tokenizer = open_tokenizer(folder, failure=DamagedFileError, padding_side="left")
+        tokenizer = find.open_tokenizer(folder, failure=DamagedFileError, padding_side="left")
     except (DamagedFileError, OSError) as error:
         raise UserError(
             f"{folder} contains no tokenizer that can be read: copy the model's tokenizer files there"
@@ -377,7 +370,7 @@ def chat(
     The prompt for each reply is the whole conversation, formatted by the tokenizer's chat template. An empty line, or
     the end of the input, ends the conversation.
     """
-    require_transformers("chat, to read and write text,")
+    find.require_transformers("chat, to read and write text,")
     opened = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
     generator = opened.with_adapter(adapter)
     if generator.parts.encoder is not None:
@@ -424,7 +417,7 @@ def _turns(given: list[str] | None, *, quiet: bool) -> Iterator[str]:
 
 
 # the arguments and options of `export`
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=find.MODEL_NAMES)]
 Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
 Target = Annotated[
     _RuntimeName | None,

@@ -20,8 +20,7 @@ from tests.transformers_versions import is_older_than
 from yobx_flatten import ReplayError, __version__, save_nested
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import app as app_file
-from yobx_flatten.cli.app import app
-from yobx_flatten.cli.inspect_commands import is_object_name
+from yobx_flatten.cli.app import app, is_object_name
 from yobx_flatten.core.terminal import command_line
 from yobx_flatten.errors import install_line
 

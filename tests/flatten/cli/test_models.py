@@ -184,7 +184,7 @@ def test_an_interrupted_export_leaves_nothing(folder, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("reason", ["a file in the way", "a disk that is read-only"])
 def test_a_folder_that_cannot_be_written_is_named_before_the_model_is_loaded(reason, tmp_path, monkeypatch, capsys):
     """The folder that was asked for, not the hidden one beside it."""
-    monkeypatch.setattr(folder_commands, "find_model", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(folder_commands.find, "find_model", lambda *args, **kwargs: pytest.fail("loaded"))
     if reason == "a file in the way":
         (tmp_path / "taken").touch()
         out, words = tmp_path / "taken" / "sub" / "out", "it cannot be written: taken is not a folder"
@@ -278,7 +278,7 @@ def continued(prompts):
 def test_generate_streams_whole_characters_and_prints_each_of_several_prompts_with_its_text(
     folder, capsys, monkeypatch
 ):
-    monkeypatch.setattr(folder_commands, "open_tokenizer", lambda folder, **how: Utf8())
+    monkeypatch.setattr(folder_commands.find, "open_tokenizer", lambda folder, **how: Utf8())
     assert main(["generate", str(folder), "--prompt", "Grüße", "--tokens", "12"]) == 0
     (text,) = continued(["Grüße"])
     assert "\N{REPLACEMENT CHARACTER}" in text

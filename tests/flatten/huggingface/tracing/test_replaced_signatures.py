@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from yobx_flatten import errors
-from yobx_flatten.huggingface.tracing import replacement, support
+from yobx_flatten.huggingface.tracing import layers, support
 from yobx_flatten.huggingface.tracing.layers import layer_replacements
 from yobx_flatten.huggingface.tracing.models import CHUNK_SCANS, OTHERS, SPARSE, model_replacements
 
@@ -61,7 +61,7 @@ def test_masks_and_layers_have_the_parameters_that_their_versions_know():
 
 @pytest.fixture
 def never_warned(monkeypatch):
-    monkeypatch.setattr(replacement, "_warned", type(replacement._warned)())
+    monkeypatch.setattr(layers, "_warned", type(layers._warned)())
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def reads_cache(original):
     ],
 )
 def test_a_version_is_called_as_the_original_is(mixer, args, kwargs):
-    version = replacement.replacement(reads_cache)(mixer)
+    version = layers.replacement(reads_cache)(mixer)
     assert version(*args, **kwargs) == (("original", -1, "c", "m", {"more": 2}), "c")
 
 
@@ -107,17 +107,17 @@ def test_another_signature_is_a_warning_with_its_name_once(mixer, never_warned):
     with pytest.warns(
         errors.ReplacedFunctionWarning, match=r"mixer.*it takes no rotations.*newest tested transformers is 5\."
     ):
-        assert replacement.replacement(make)(mixer) is mixer
+        assert layers.replacement(make)(mixer) is mixer
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert replacement.replacement(make)(mixer) is mixer
+        assert layers.replacement(make)(mixer) is mixer
 
     def scaled(self, hidden, cache, scale): ...
 
     def plain(self, hidden, cache): ...
 
     with pytest.warns(errors.ReplacedFunctionWarning, match=r"it takes scale, whose meaning is not known here"):
-        assert replacement.replacement(lambda original: plain)(scaled) is scaled
+        assert layers.replacement(lambda original: plain)(scaled) is scaled
 
 
 def test_a_changed_release_is_named_in_a_trace(monkeypatch, never_warned):

@@ -363,9 +363,10 @@ def check_all_read(
     unread = [name for name in names if (name, False) in in_graph and (name, True) not in in_graph]
     if unread:
         parameters = [p.name for p in _parameters(module).values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        hint = arguments.did_you_mean(unread[:1], parameters)
         raise InvalidArgumentError(
             f"{type(module).__qualname__}.forward has no parameter {', '.join(map(repr, unread))}, and reads no such "
-            f"name from its **kwargs. Its parameters are {', '.join(parameters)}.{did_you_mean(unread[:1], parameters)}"
+            f"name from its **kwargs. Its parameters are {', '.join(parameters)}.{hint}"
         )
 
 

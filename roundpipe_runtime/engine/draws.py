@@ -377,9 +377,8 @@ _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary
 def traits_of(code: Any) -> LayerTraits:
     """Return what is known about a layer or a loss function, such as whether it draws random numbers.
 
-    Repeated calls return the same object. For an object that cannot be weakly referenced, such as a tuple, each call
-    returns a new :class:`LayerTraits`. An object without weak references is assumed to use activation checkpointing
-    (``reenters``), in which the backward calls forward code again.
+    An object without weak references, such as a tuple, gets a new :class:`LayerTraits` in each call, and is assumed to
+    use activation checkpointing (``reenters``), in which the backward calls forward code again.
 
     >>> from torch import nn
     >>> layer = nn.Linear(1, 1)

@@ -36,8 +36,7 @@ _FEW = 3  # rows of a sample for the check of a loss
 
 
 class Engine(RunLifecycle):
-    # row_check: checks that layers treat rows independently, before a batch is split; `None` if the caller has checked
-    # this
+    # row_check: checks, before a batch is split, that layers treat rows independently; `None` if the caller has checked
 
     def __init__(
         self,
@@ -172,7 +171,9 @@ class Engine(RunLifecycle):
                     number = (config.num_microbatch or 1) * self.groups.replicas
                     self._warned = warn_if_uneven(call.contract.rows, number)
 
-            total = self.groups.run_call(self, cut, config, work)
+            with self.groups.calling():
+                call = self.groups.open(self, "forward_backward", cut, config)
+                total = self.groups.summed(self, call, partial(work, call))
             self.loss_checks.warn()
             return (total, outputs) if return_outputs else total
 

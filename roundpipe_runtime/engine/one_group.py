@@ -72,17 +72,17 @@ class OneGroup:
     def forward(self, engine: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
         return engine.forward_here(args, kwargs, config)
 
-    def run_call(
-        self,
-        engine: Any,
-        cut: Callable[[], Cutting],
-        config: RoundPipeRunConfig,
-        work: Callable[[Call], None],
-    ) -> Any:
+    def calling(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for a call, which errors of other ranks can stop; no effect with one process."""
+        return contextlib.nullcontext()
+
+    def open(self, engine: Any, name: str, cut: Callable[[], Cutting], config: RoundPipeRunConfig) -> Call:
         parts, reduction = cut()
         rows = [microbatch.rows for part in parts for microbatch in part]
-        call = Call(parts, [0], LossContract(reduction or "sum", rows))
-        work(call)
+        return Call(parts, [0], LossContract(reduction or "sum", rows))
+
+    def summed(self, engine: Any, call: Any, work: Callable[[], None]) -> Any:
+        work()
         [(run, inputs)] = call.runs
         total = pytree.tree_map(torch.Tensor.cpu, call.contract.total())
         engine.wait_step(run)

@@ -299,73 +299,61 @@ def _state(number: int) -> tuple[str, str]:
     return "X" if Path("/proc/self/stat").exists() else "", ""
 
 
-class _CallNews:
-    def __init__(self) -> None:
-        self.run: Run | None = None
-        self.reason: BaseException | None = None
-        self.arrived: queue.SimpleQueue[BaseException | Future[None]] = queue.SimpleQueue()
-
-    def stop(self, reason: BaseException) -> None:
-        self.reason = reason
-        run = self.run
-        if run is not None:
-            run.mailbox.fail(reason)
-        self.arrived.put(reason)
-
-    def note_sums(self, summed: Future[None]) -> None:
-        if error := summed.exception():
-            self.stop(error)
-        self.arrived.put(summed)
-
-
 class News:
-    """Stops the current call of this rank, also while it waits for summed gradients, when another rank fails."""
+    """Stops one call of this rank, also while it waits for summed gradients, when another rank fails."""
 
-    def __init__(self, alarm: Alarm) -> None:
-        self._alarm = alarm
-        self._call = _CallNews()
+    def __init__(self) -> None:
+        self.reason: BaseException | None = None
+        self._run: Run | None = None
+        self._arrived: queue.SimpleQueue[BaseException | Future[None]] = queue.SimpleQueue()
 
-    @property
-    def reason(self) -> BaseException | None:
-        return self._call.reason
-
+    @classmethod
     @contextlib.contextmanager
-    def listening(self, number: int) -> Iterator[None]:
+    def listening(cls, alarm: Alarm, number: int) -> Iterator[News]:
         # number: number of the call; errors of other calls are ignored
         # Other threads may deliver an error after the next call has begun, so each call has a separate object.
-        call = self._call = _CallNews()
+        call = cls()
 
         def hear(failed: int | None) -> None:
             if failed in (None, number):
-                call.stop(StoppedByRankError("Another rank has failed."))
+                call._stop(StoppedByRankError("Another rank has failed."))
 
-        self._alarm.listen(hear)
+        alarm.listen(hear)
         try:
-            yield
+            yield call
         finally:
-            self._alarm.listen(None)
-            self._call = _CallNews()
+            alarm.listen(None)
+
+    def _stop(self, reason: BaseException) -> None:
+        self.reason = reason
+        run = self._run
+        if run is not None:
+            run.mailbox.fail(reason)
+        self._arrived.put(reason)
 
     @contextlib.contextmanager
     def stopping(self, run: Run) -> Iterator[None]:
-        call = self._call
-        call.run = run
+        self._run = run
         try:
-            if call.reason is not None:
-                raise call.reason
+            if self.reason is not None:
+                raise self.reason
             yield
         finally:
-            call.run = None
+            self._run = None
 
     def watch(self, summed: Future[None]) -> Future[None]:
+        def note(summed: Future[None]) -> None:
+            if error := summed.exception():
+                self._stop(error)
+            self._arrived.put(summed)
+
         with Uninterrupted():
-            summed.add_done_callback(self._call.note_sums)
+            summed.add_done_callback(note)
         return summed
 
     def wait(self, summed: Future[None]) -> None:
-        arrived = self._call.arrived
-        with Uninterrupted(stop=arrived.put):
-            found = arrived.get()
+        with Uninterrupted(stop=self._arrived.put):
+            found = self._arrived.get()
             if isinstance(found, BaseException):
                 raise found
             summed.result()

@@ -137,10 +137,11 @@ class RankCalls(OneGroup):
             )
         self.is_first = ranks.rank == 0
         self._is_deferred = self._is_closed = False
-        self._kept = KeptSums()
+        # gradients that calls in `no_sync()` have accumulated on this rank, by group of rows and layer
+        self._kept: dict[tuple[int, int], dict[nn.Parameter, torch.Tensor]] = {}
         self._number = 0
         self._rows_of_batch: int | None = None
-        self.news = News(ranks.alarm)
+        self.news = News()  # of the current call
 
     @property
     def own(self) -> range:
@@ -178,7 +179,7 @@ class RankCalls(OneGroup):
 
     @contextlib.contextmanager
     def entering(self) -> Iterator[None]:
-        """Notify the other ranks, which wait for this rank in :meth:`run_call`, of an error in the with block."""
+        """Notify the other ranks, which wait for this rank in :meth:`open`, of an error in the with block."""
         number = self._number
 
         def notify(error: BaseException) -> None:
@@ -201,30 +202,19 @@ class RankCalls(OneGroup):
     def stopping(self, run: Run) -> contextlib.AbstractContextManager[None]:
         return self.news.stopping(run)
 
-    def run_call(
-        self,
-        engine: Engine,
-        cut: Callable[[], Cutting],
-        config: RoundPipeRunConfig,
-        work: Callable[[Call], None],
-    ) -> Any:
-        # config: complete settings of the call; `num_microbatch` is the number per group
-        with self.calling():
-            call = self.open(engine, "forward_backward", cut, config)
-            return self.summed(engine, call, lambda: work(call))
-
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         # `open` increments the number only after it has cut the batch, which may take seconds. Errors of the previous
         # call that arrive meanwhile must be ignored.
-        with self.news.listening(self._number + 1):
+        with News.listening(self.ranks.alarm, self._number + 1) as self.news:
             try:
                 yield
             finally:
-                self._rows_of_batch = None
+                self.news, self._rows_of_batch = News(), None
 
     def open(self, engine: Engine, name: str, cut: Callable[[], Cutting], config: RoundPipeRunConfig) -> RankCall:
         """Split this rank's rows into groups and microbatches, and check that all ranks make the same call."""
+        # config: complete settings of the call; `num_microbatch` is the number per group
         parts: list[list[FlatMicrobatch]] = []
         reduction: LossReduction | None = None
         stated: dict[str, object] = {}
@@ -356,9 +346,9 @@ class RankCalls(OneGroup):
             errors.raise_first(failure, said)
         engine.steps.run_ended()
         if is_late:
-            self._kept.add(call, scale)
+            self._keep(call, scale)
             if not self._is_deferred:
-                self.store.add_gradients(self._kept.send(call.plan, self.ranks))
+                self.store.add_gradients(self._send_kept(call.plan))
         else:
             # A parameter without a gradient on this rank may have a gradient on another rank, and a sum on this rank.
             had = set().union(*(one.had for one in verdicts))
@@ -375,6 +365,30 @@ class RankCalls(OneGroup):
             move_generator()
         engine.step += 1
         return total
+
+    def _keep(self, call: Call, scale: float) -> None:
+        turns = [turn for turn, part in enumerate(call.parts) if part]
+        for turn, (run, _) in zip(turns, call.runs, strict=True):
+            for layer, gradients in run.collected.gradients.items():
+                kept = self._kept.setdefault((turn, layer), {})
+                for parameter, (gradient, ready) in gradients.items():
+                    ready.result()
+                    scaled = gradient if scale == 1.0 else gradient.mul_(scale)
+                    kept[parameter] = kept[parameter].add_(scaled) if parameter in kept else scaled
+            run.collected.gradients.clear()
+
+    def _send_kept(self, plan: ReductionPlan) -> list[dict[nn.Parameter, torch.Tensor]]:
+        """Return the accumulated gradients, summed over the groups of all ranks; all ranks must call this method."""
+        reduction = Reduction(plan, self.ranks)
+        sums, self._kept = self._kept, {}
+        layers = {bucket.layer for bucket in plan.buckets}
+        for turn in range(len(self.own)):
+            for layer in layers:  # other layers have no gradients
+                found = sums.get((turn, layer), {})
+                reduction.land(turn, layer, {parameter: (gradient, NOW) for parameter, gradient in found.items()})
+        reduction.run()
+        had: set[tuple[int, int]] = set().union(*self.ranks.exchange(reduction.had))
+        return list(reduction.results(1.0, had))
 
     def clear(self) -> None:
         self._kept.clear()
@@ -431,40 +445,3 @@ def _digest(tensor: torch.Tensor) -> int:
         return 0
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data)
-
-
-class KeptSums:
-    """The gradients that calls in ``no_sync()`` have accumulated on this rank, by group of rows and layer."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[int, int], dict[nn.Parameter, torch.Tensor]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._sums)
-
-    def clear(self) -> None:
-        self._sums.clear()
-
-    def add(self, call: Call, scale: float) -> None:
-        turns = [turn for turn, part in enumerate(call.parts) if part]
-        for turn, (run, _) in zip(turns, call.runs, strict=True):
-            for layer, gradients in run.collected.gradients.items():
-                kept = self._sums.setdefault((turn, layer), {})
-                for parameter, (gradient, ready) in gradients.items():
-                    ready.result()
-                    scaled = gradient if scale == 1.0 else gradient.mul_(scale)
-                    kept[parameter] = kept[parameter].add_(scaled) if parameter in kept else scaled
-            run.collected.gradients.clear()
-
-    def send(self, plan: ReductionPlan, ranks: Ranks) -> list[dict[nn.Parameter, torch.Tensor]]:
-        """Return the accumulated gradients, summed over the groups of all ranks; all ranks must call this method."""
-        reduction = Reduction(plan, ranks)
-        sums, self._sums = self._sums, {}
-        layers = {bucket.layer for bucket in plan.buckets}
-        for turn in range(len(groups_of(ranks.rank, ranks.size, plan.replicas))):
-            for layer in layers:  # other layers have no gradients
-                found = sums.get((turn, layer), {})
-                reduction.land(turn, layer, {parameter: (gradient, NOW) for parameter, gradient in found.items()})
-        reduction.run()
-        had: set[tuple[int, int]] = set().union(*ranks.exchange(reduction.had))
-        return list(reduction.results(1.0, had))

@@ -75,13 +75,11 @@ def test_news_of_a_call_stop_it(wrap):
 def test_news_that_are_delivered_late_stop_no_later_call():
     """A thread that has looked up who listens may be halted there until the next call has begun."""
     alarm = Alarm(None, 0, 1)
-    news = News(alarm)
-    with news.listening(1):
+    with News.listening(alarm, 1) as news:
         late = alarm._listener
         late(1)
         assert isinstance(news.reason, StoppedByRankError)
-    assert news.reason is None
-    with news.listening(2):
+    with News.listening(alarm, 2) as news:
         late(1)
         assert news.reason is None
         alarm._hear(2)

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -164,8 +164,7 @@ class FlatTree:
         return cls(name, tree, found)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FlatBatch:
+class FlatBatch(NamedTuple):
     args: FlatTree
     kwargs: FlatTree
     label: FlatTree
@@ -173,9 +172,6 @@ class FlatBatch:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any) -> FlatBatch:
         return cls(FlatTree.of(args, "args"), FlatTree.of(dict(kwargs), "kwargs"), FlatTree.of(label, "label"))
-
-    def __iter__(self) -> Iterator[FlatTree]:
-        return iter((self.args, self.kwargs, self.label))
 
     def specs(self) -> tuple[pytree.TreeSpec, pytree.TreeSpec]:
         call = _with_held_masks((self.args.tree, self.kwargs.tree))

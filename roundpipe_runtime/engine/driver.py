@@ -318,7 +318,7 @@ class _Pipeline(torch.autograd.Function):
                 "    (loss + other_loss).backward()"
             )
         ctx.run = None
-        run.start_backward(engine.table.latest, iter(gradients))
+        run.start_backward(iter(gradients))
         with engine.lock:
             engine.execute_backward(run)
             # torch sums the gradients of these parameters; layers may share a parameter

@@ -97,8 +97,7 @@ class Run:
             c.index: [self.store.source(parameter)._version for parameter in c.parameters()] for c in self.spec.contents
         }
 
-    def start_backward(self, version: int, gradients: Iterator[torch.Tensor | None]) -> None:
-        # version: version of the parameters that the backward reads
+    def start_backward(self, gradients: Iterator[torch.Tensor | None]) -> None:
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
             if now != self._versions[contents.index]:
@@ -106,7 +105,6 @@ class Run:
                     f"A parameter of {contents.title} was changed between forward and backward, so the recomputation "
                     "would give different values. Call backward before the optimizer's step."
                 )
-        self.version = version
         for number, size in enumerate(self._sizes):
             found = [next(gradients) for _ in range(size)]
             copies = [None if gradient is None else (gradient, NOW) for gradient in found]

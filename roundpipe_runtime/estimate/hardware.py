@@ -208,11 +208,9 @@ def host_memory_available() -> int:
 
 
 def _left_in_container() -> int | None:
+    group = pathlib.Path("/sys/fs/cgroup")
     try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            most = int(file.read())
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            return most - int(file.read())
+        return int((group / "memory.max").read_text("ascii")) - int((group / "memory.current").read_text("ascii"))
     except (OSError, ValueError):  # no such file, or "max"
         return None
 

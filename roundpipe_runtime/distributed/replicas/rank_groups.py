@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -57,9 +56,9 @@ class RankGroups(RankCalls):
         number = count if step == engine.step else 0
         self._forwarded = engine.step, number + 1
         firsts = [group * (config.num_microbatch or 1) for group in self.own]
-        # Errors of other ranks are ignored meanwhile: they may be in another call.
+        # Errors of other ranks are ignored, since they may be in another call: this is outside of `calling`.
         tag = f"{engine.tag}|{number}" if number else engine.tag
-        self._run_forward(engine, passes, firsts, lambda run: contextlib.nullcontext(), tag=tag)
+        self._run_forward(engine, passes, firsts, tag=tag)
         # A rank without rows still needs outputs with a graph, since the other ranks wait for its `backward`.
         if not passes.runs:
             with torch.no_grad():
@@ -137,14 +136,7 @@ class RankGroups(RankCalls):
 
             return self._run_backward(engine, call, passes, compute), found[0]
 
-    def _run_forward(
-        self,
-        engine: Engine,
-        passes: GroupPasses,
-        firsts: Sequence[int],
-        stopping: Callable[[Run], contextlib.AbstractContextManager[None]],
-        **of_spec: Any,
-    ) -> None:
+    def _run_forward(self, engine: Engine, passes: GroupPasses, firsts: Sequence[int], **of_spec: Any) -> None:
         for turn, (part, first) in enumerate(zip(passes.parts, firsts, strict=True)):
             if not part:
                 continue
@@ -152,7 +144,7 @@ class RankGroups(RankCalls):
                 part, passes.config, first_microbatch=first, gradients_landed=partial(passes.land, turn), **of_spec
             )
             passes.runs.append((run, values))
-            with stopping(run):
+            with self.stopping(run):
                 engine.execute(run, values)
             run.remember_forward()
             run.collected.buffers.check()
@@ -161,7 +153,7 @@ class RankGroups(RankCalls):
         own: list[Any] = []
         with Outcome() as outcome:
             with torch.enable_grad():
-                self._run_forward(engine, passes, call.firsts, self.stopping, base_seed=call.seed)
+                self._run_forward(engine, passes, call.firsts, base_seed=call.seed)
             own = [loss.state(group) for group in _by_group(passes, flows=False)[0]]
         failure = outcome.error
         with Uninterrupted():
@@ -197,7 +189,7 @@ class RankGroups(RankCalls):
             for turn, part in enumerate(passes.parts):
                 if part:
                     run, _ = next(runs)
-                    run.start_backward(engine.table.latest, found)
+                    run.start_backward(found)
                     with self.stopping(run):
                         engine.execute_backward(run)
                 for layer in range(len(engine.layers)):  # other layers have no gradients

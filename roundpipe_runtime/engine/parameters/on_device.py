@@ -56,7 +56,7 @@ class LayerOnDevice:
         self.device = device
         self.title = contents.title
         self.traits = traits_of(contents.module)
-        self._kept = kept = kept or KeptParameters([device])
+        self._kept = kept or KeptParameters([device])
         self.partial = PartialLayer(contents, device, partial_plan)
         self._memory: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
@@ -65,7 +65,7 @@ class LayerOnDevice:
         # Results of a backward for each parameter, if they are kept apart from the sums.
         self._apart: dict[int, list[torch.Tensor]] | None = None
         self._tables: dict[nn.Parameter, TableAccess] = {}  # large parameters that stay on the host
-        rebuilding = Rebuilding(partial(self._upload_part, kept=kept, version=version))
+        rebuilding = Rebuilding(partial(self._upload_part, version=version))
         for parameter in contents.parameters():
             dtype = gradient_dtype(parameter)
             if id(parameter) in contents.tables:
@@ -76,7 +76,7 @@ class LayerOnDevice:
                 copy = rebuilding.parameter(parameter)
                 copy.__dict__[LAYER_TITLE] = self.title
             else:
-                copy = self._copy_parameter(parameter, source(parameter), kept, version)
+                copy = self._copy_parameter(parameter, source(parameter), version)
             self._parameters[id(parameter)] = copy
             if dtype != sent_dtype(parameter):
                 self._wide[id(parameter)] = dtype
@@ -95,22 +95,21 @@ class LayerOnDevice:
         sent = tensor if dtype is None else as_sent(tensor, dtype, self.device.torch_device)
         return self.device.copy_in(sent.detach(), parameter=True)
 
-    def _upload_part(self, part: torch.Tensor, kept: KeptParameters, version: int) -> torch.Tensor:
+    def _upload_part(self, part: torch.Tensor, version: int) -> torch.Tensor:
+        kept = self._kept
         uploaded, stays = kept.upload(self.device, part, part, version, lambda one: self._upload(plain_numbers(one)))
         if not stays:
             self._memory.append(uploaded)
         return uploaded.detach()  # the owner of the part may replace the memory through `data`
 
-    def _copy_parameter(
-        self, parameter: nn.Parameter, source: torch.Tensor, kept: KeptParameters, version: int
-    ) -> nn.Parameter:
+    def _copy_parameter(self, parameter: nn.Parameter, source: torch.Tensor, version: int) -> nn.Parameter:
         dtype = sent_dtype(parameter)
         upload: Callable[[torch.Tensor], torch.Tensor] = self._upload
         if dtype == source.dtype:
-            upload = self.partial.reserve(parameter, kept.count) or upload
+            upload = self.partial.reserve(parameter, self._kept.count) or upload
         else:
             upload = partial(self._upload, dtype=dtype)
-        uploaded, stays = kept.upload(self.device, parameter, source, version, upload)
+        uploaded, stays = self._kept.upload(self.device, parameter, source, version, upload)
         if not stays:
             self._memory.append(uploaded)
         copy = self._with_attributes(nn.Parameter(uploaded, requires_grad=parameter.requires_grad), parameter)

@@ -191,7 +191,6 @@ class LayerCall(CallState):
     def __init__(
         self,
         run: Run,
-        device: Device,
         resident: LayerOnDevice,
         microbatch: int,
         values: Values,
@@ -199,7 +198,7 @@ class LayerCall(CallState):
         generator: VisitGenerator,
         data: tuple[Any, ...] | None,
     ) -> None:
-        self.spec, self.device, self.resident, self.generator = run.spec, device, resident, generator
+        self.spec, self.resident, self.generator = run.spec, resident, generator
         self.draws = run.draws
         self.drawing: CallDraws | None = None
         self.microbatch, self.values, self.kind, self.given = microbatch, values, kind, data
@@ -294,7 +293,7 @@ class LayerCall(CallState):
     def _watched(self) -> Any:
         if self.training in self.traits.reenters:
             return self._invoke()
-        return watch_forward(self._invoke, self.module, self.device.torch_device)
+        return watch_forward(self._invoke, self.module, self.resident.device.torch_device)
 
     def _invoke(self) -> Any:
         compiled = self.spec.compiled

@@ -283,7 +283,7 @@ class Visit:
         index = resident.contents.index
         shared = None if kind == "recompute" else self.collected.shared.pop((index - 1, microbatch), None)
         versions = [] if not shared else [values.tensors[number]._version for number in shared]
-        result = LayerCall(self.run, self.device, resident, microbatch, values, kind, self.generator, data)
+        result = LayerCall(self.run, resident, microbatch, values, kind, self.generator, data)
         result.run()
         structure, exits = flatten_value(result.output, what=f"the output of {resident.title}")
         # An input that the layer returns unchanged stays the same tensor: the host has it, or gets it once.

@@ -127,29 +127,28 @@ class Traced:
 
 def trace(example: Example, *, strict: bool = False) -> Traced:
     """Trace an example to a program, inside an open ``register_flattening_functions`` block."""
-    logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
     program, left = _traced(example, strict)
     unasserted = unasserted_sizes(program, example.names)
     fixed: dict[Axis, int] = {}
     others = {place: size for place, size in unasserted.items() if place not in rows_of(example)}
     if others and others != unasserted:  # if these sizes are fixed, the batch size may still vary
-        logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
         fewer = dataclasses.replace(example, shapes=narrowed(example, varying_axes(example) - others.keys()))
-        program, left = _traced(fewer, strict)
+        program, left = _traced(fewer, strict, " with fixed sizes")
         if not unasserted_sizes(program, example.names):
             example, fixed, unasserted = fewer, others, {}
     if unasserted:  # a new trace asserts the sizes, which fixes them
-        logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
         own = tuple((("==", "size", size), {"size": place}) for place, size in unasserted.items())
-        program, left = _traced(dataclasses.replace(example, relations=(*example.relations, *own)), strict)
+        stated = dataclasses.replace(example, relations=(*example.relations, *own))
+        program, left = _traced(stated, strict, " with fixed sizes")
         fixed = unasserted
     if example.bounds is not None:
         example.bounds.check_program(example, program)
     return dataclasses.replace(described(program, example, left), fixed=fixed)
 
 
-def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | None]:
+def _traced(example: Example, strict: bool, how: str = "") -> tuple[ExportedProgram, Left | None]:
     module = example.module
+    logger.info("tracing %s%s", type(module).__qualname__, how, extra=STEP)
     swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
     with raised_as(functools.partial(_explain, example)):
         leaves = pytree.tree_leaves(example.inputs)

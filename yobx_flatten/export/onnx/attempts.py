@@ -26,7 +26,6 @@ from ...runners.adapters import Adapter, rooms_in
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session
 from ...runners.signature import (
-    COMPARISONS,
     KEY,
     Expression,
     Signature,
@@ -175,6 +174,7 @@ def _attempts(opset_version: int | None, share: bool) -> list[_Attempt]:
 def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     """Store relations between input sizes as metadata of an ONNX file, since ONNX has no assertions; return notes."""
     example, traced = source.example, source.traced
+    # sizes that the trace fixed without an assertion are declared as fixed
     shapes = {value.name: value.shape for value in model.graph.inputs if value.shape is not None}
     fixed = {str(text_of_size(shapes[name][axis])): size for (name, axis), size in traced.unasserted.items()}
     for value in (*model.graph.inputs, *(value for node in model.graph.all_nodes() for value in node.outputs)):
@@ -239,7 +239,6 @@ def _refuse_sizes(model: ir.Model, signature: Signature, largest: Mapping[tuple[
         one
         for one in signature.relations
         if isinstance(one, tuple)
-        and one[0] in COMPARISONS
         and names_in(one) <= places.keys()
         # without sums of sizes, which operators that concatenate tokens check
         and not all(

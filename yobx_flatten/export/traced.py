@@ -146,9 +146,9 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
     return dataclasses.replace(described(program, example, left), fixed=fixed)
 
 
-def _traced(example: Example, strict: bool, how: str = "") -> tuple[ExportedProgram, Left | None]:
+def _traced(example: Example, strict: bool, suffix: str = "") -> tuple[ExportedProgram, Left | None]:
     module = example.module
-    logger.info("tracing %s%s", type(module).__qualname__, how, extra=STEP)
+    logger.info("tracing %s%s", type(module).__qualname__, suffix, extra=STEP)
     swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
     with raised_as(functools.partial(_explain, example)):
         leaves = pytree.tree_leaves(example.inputs)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.flatten.export.small_step import cases, inputs, make_step, shapes, strided
-from yobx_flatten import Case, DynamicShapesError, Quantization, export_program
-from yobx_flatten.errors import InvalidArgumentError, MissingDependencyError, ReplayError, dependencies
+from yobx_flatten import Case, DynamicShapesError, Quantization, errors, export_program
+from yobx_flatten.errors import InvalidArgumentError, MissingDependencyError, ReplayError
 from yobx_flatten.export.runtimes.openvino import blocks_of, quantized_example
 from yobx_flatten.runners.open import open_runner
 
@@ -148,12 +148,12 @@ def test_another_suffix_is_refused(exported, tmp_path):
 def test_a_missing_library_or_compiler_is_named(quantized_module, tmp_path, monkeypatch, runtime, extra, quantize):
     if extra == "nncf":
         pytest.importorskip("openvino")
-    found, how = dependencies.is_installed, {"quantize": quantize} if quantize else {}
+    found, how = errors.is_installed, {"quantize": quantize} if quantize else {}
 
     def is_installed(library):
         return quantize is not None and library != extra and found(library)
 
-    monkeypatch.setattr(dependencies, "is_installed", is_installed)
+    monkeypatch.setattr(errors, "is_installed", is_installed)
     with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{extra}\]'"):
         getattr(quantized_module, f"to_{runtime}")(tmp_path / f"scores{SUFFIX[runtime]}", **how)
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -258,7 +258,7 @@ def test_blocks_are_of_whole_projections_and_have_a_size_that_xnnpack_has(quanti
     with pytest.raises(InvalidArgumentError, match=r"no torch.nn.Linear whose number of inputs is a multiple of 32"):
         quantized_example(source.example, Quantization("int4"), source)
     monkeypatch.setattr("yobx_flatten.export.runtimes.write.require_executorch", lambda caller: None)
-    monkeypatch.setattr(dependencies, "is_installed", lambda library: True)
+    monkeypatch.setattr(errors, "is_installed", lambda library: True)
     with pytest.raises(InvalidArgumentError, match=r'found 16:\n    Quantization\("int4", block_size=32\)'):
         quantized_module.to_executorch(tmp_path / "scores.pte", quantize=Quantization("int4", block_size=16))
 

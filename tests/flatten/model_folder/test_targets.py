@@ -9,14 +9,13 @@ import torch
 import transformers
 
 from tests.flatten.model_folder.exported_folders import made
-from yobx_flatten import DamagedFileError, DynamicShapesError, export_folder, open_generator, verify_folder
+from yobx_flatten import DamagedFileError, DynamicShapesError, errors, export_folder, open_generator, verify_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import (
     GenerationError,
     InvalidArgumentError,
     MissingDependencyError,
     UntrustedFileError,
-    dependencies,
 )
 from yobx_flatten.model_folder.manifest import read_manifest
 
@@ -153,7 +152,7 @@ def test_bounds_of_one_row_are_a_folder_for_one_row(model, tmp_path):
 
 
 def test_a_missing_runtime_is_named(model, tmp_path, monkeypatch):
-    found = dependencies.is_installed
-    monkeypatch.setattr(dependencies, "is_installed", lambda library: library != "executorch" and found(library))
+    found = errors.is_installed
+    monkeypatch.setattr(errors, "is_installed", lambda library: library != "executorch" and found(library))
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[executorch\]'"):
         export_folder(model, tmp_path / "folder", target="executorch", bounds=BOUNDS)

@@ -15,7 +15,7 @@ from ..errors import GenerationError, InvalidArgumentError, describe_class, requ
 from ..export.exported_model import ExportedModel
 from ..runners.adapters import FolderAdapters
 from ..runners.onnx_session import Providers, mapped_options, only_for_onnxruntime, require_onnxruntime
-from ..runners.open import RUNTIMES, check_runtime, open_runner
+from ..runners.open import RUNTIMES, open_runner
 from ..runners.program_runner import ProgramRunner, open_program
 from .sampling import Sampling, choose, score_rules
 from .settings import GenerationSettings, find_parts, folder_of, read_settings, refusals_named
@@ -481,7 +481,6 @@ def generator_for(
     only_for_onnxruntime(runtime, device, providers)
     if runtime == "torch":
         return ProgramGenerator(model, trust=trust)
-    check_runtime(runtime)
     own, *others = RUNTIMES[runtime]
     try:
         found = find_parts(pathlib.Path(model), own, None)

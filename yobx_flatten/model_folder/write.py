@@ -31,7 +31,7 @@ from ..export.proof.report import ExportReport
 from ..export.quantization import Quantization, WeightBits
 from ..registry.recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS, Adapter, check_matrices, leave_room, rooms_of_files
-from ..runners.ports import ELEMENTS
+from ..runners.ports import to_value, value_type
 from ..trees.arguments import instance_hint
 from . import stored_cases
 from .client_layout import apply_layout, write_genai_files
@@ -438,11 +438,7 @@ def write_matrices(folder: pathlib.Path, adapters: Sequence[Adapter]) -> None:
 
             values = {}
             for name, matrix in adapter.matrices.items():
-                if matrix.dtype == torch.bfloat16:
-                    code, bits = ELEMENTS["bfloat16"].code, matrix.view(torch.uint16).numpy()
-                    values[name] = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, code)
-                else:
-                    values[name] = onnxruntime.OrtValue.ortvalue_from_numpy(matrix.numpy())
+                values[name] = to_value(name, value_type(str(matrix.dtype).removeprefix("torch.")), matrix)
             form = onnxruntime.AdapterFormat()
             form.set_adapter_version(1)
             form.set_model_version(1)

@@ -28,12 +28,12 @@ class InPlaceCache(dict[str, Any]):
     """A KV cache (a dict from input name to tensor) in memory that the runtime overwrites at each step."""
 
     # presents: for each input that is written in place, the name of the output that the file would return
+    # shapes: the shape of each leaf in place without unused capacity, by name of the input
+    shapes: Mapping[str, tuple[int, ...]]
 
     def __init__(self, values: Mapping[str, Any], presents: Mapping[str, str]) -> None:
         super().__init__(values)
         self.presents = presents
-        # the shape of each leaf in place without unused capacity, by name of the input
-        self.shapes: Mapping[str, tuple[int, ...]] = {}
 
     @property
     def others(self) -> dict[str, Any]:
@@ -82,10 +82,10 @@ class TensorBuffers(InPlaceCache):
             raise GenerationError("layers of the cache hold different numbers of tokens.")
         self.seen = self._capacity = values[next(iter(presents))].shape[2]  # in tokens
         self._own = False  # the given tensors belong to the caller, and are not changed
-        self._note_shapes()
 
-    def _note_shapes(self) -> None:
-        self.shapes = {name: (*self[name].shape[:2], self.seen, *self[name].shape[3:]) for name in self.presents}
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override] # it follows from the buffers
+        return {name: (*self[name].shape[:2], self.seen, *self[name].shape[3:]) for name in self.presents}
 
     def reserve(self, new: int) -> None:
         total = self.seen + new
@@ -110,11 +110,9 @@ class TensorBuffers(InPlaceCache):
 
     def grown(self, tokens: int) -> None:
         self.seen += tokens
-        self._note_shapes()
 
     def crop(self, kept: int) -> None:
         self.seen = kept
-        self._note_shapes()
 
     def select_rows(self, rows: torch.Tensor) -> None:
         own = self._own  # before the first layer is moved
@@ -124,7 +122,6 @@ class TensorBuffers(InPlaceCache):
                 self[name][:, :, : self.seen] = found
             else:
                 self._move({name: found})
-        self._note_shapes()
 
 
 def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -72,7 +72,7 @@ class UnevenSplitWarning(RoundPipeWarning):
     """Microbatches have different sizes, so the average of their mean losses is not the mean loss of the batch."""
 
 
-_INSIDE = ("roundpipe_runtime", "torch")
+_INSIDE = ("roundpipe_runtime", "torch", "contextlib")
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -34,8 +34,9 @@ from yobx_flatten.core.interrupts import Undoing
 from yobx_flatten.core.private_names.of_torch import NormBase, pytree
 from yobx_flatten.errors.failures import raised_as
 
+from .. import errors
 from ..batch.entries import FlatBatch, FlatMicrobatch
-from ..errors import KEEPS_STATE, RoundPipeWarning, SplitError, mixes_rows_backward, mixes_rows_forward, warn
+from ..errors import RoundPipeWarning, SplitError
 from .code_state import Repeats
 from .config import RoundPipeRunConfig
 from .digests import Digest, digest, distance, typical
@@ -83,7 +84,8 @@ class RowCheck:
         self._failures: collections.Counter[Hashable] = collections.Counter()
         self._compared: collections.Counter[Hashable] = collections.Counter()
         self.tried: list[RowTrial] = []  # rows on which layers have run in this call
-        self._has_state = False
+        self._warnings: list[str] = []  # of this call
+        self._normalizes: Sequence[str] = ()  # the warning that a layer has batch norms
         self._nonlinear: dict[Hashable, bool] = {}
         self.is_nonlinear = False  # `GradientTrial.is_nonlinear` of the layers of this call
 
@@ -101,6 +103,9 @@ class RowCheck:
         self.is_nonlinear = self._nonlinear.get(kind, False)
         if not self._repeats.is_due(kind, engine.layers):
             return
+        if len(rows) > 1 and not self._normalizes:
+            self._normalizes = _name_batch_norms(engine.layers)
+            self._warnings += self._normalizes[:1]
         layer, total = None, sum(count or 0 for count in rows)
         for number in (math.ceil(total / _FEW), max(1, total // _SEVERAL)):
             trials: list[RowTrial] = []
@@ -115,7 +120,7 @@ class RowCheck:
             self._failures[kind] += kind not in self._shown
             if self._failures[kind] == 2:  # at the second call with similar inputs
                 self._shown.add(kind)
-                warn(
+                errors.warn(
                     "It could not be checked that the layers compute each row by itself, as they do not run on part of "
                     f"the batch: {reason}. If layers mix rows, run the batch as one microbatch:\n"
                     "    RoundPipeRunConfig(num_microbatch=1)",
@@ -124,7 +129,7 @@ class RowCheck:
             return
         if layer is not None:
             self._repeats.failed(kind)
-            raise mixes_rows_forward(engine.layers[layer], layer)
+            raise errors.mixes_rows_forward(engine.layers[layer], layer)
         self._compared[kind] += 1
         if self._compared[kind] % 2:  # calls 1, 4, 16, ...: a backward costs more than a forward
 
@@ -135,19 +140,20 @@ class RowCheck:
             if found.mixes is not None:
                 self._repeats.failed(kind)
                 self._compared[kind] = 0
-                raise mixes_rows_backward(engine.layers[found.mixes], found.mixes)
+                raise errors.mixes_rows_backward(engine.layers[found.mixes], found.mixes)
             self.is_nonlinear = self._nonlinear[kind] = found.is_nonlinear
-        self._has_state = any(trial.has_state for trial in trials) and kind not in self._shown
+        if kind not in self._shown and any(trial.has_state for trial in trials):
+            self._warnings.append(errors.KEEPS_STATE)
         self._shown.add(kind)
         self.tried += [trial for trial in trials if trial.outputs]
 
     def warn(self) -> None:
-        if self._has_state:
-            warn(KEEPS_STATE, RoundPipeWarning)
+        for text in self._warnings:
+            errors.warn(text, RoundPipeWarning)
 
     def end(self) -> None:
         self.tried.clear()
-        self._has_state = False
+        self._warnings.clear()
         self._repeats.end()
 
 
@@ -376,6 +382,17 @@ def _coarsest() -> torch.dtype | None:
     kinds = {"cpu", *([device.type] if (device := torch.accelerator.current_accelerator()) is not None else [])}
     found = [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
     return found[0] if found else None
+
+
+def _name_batch_norms(layers: Sequence[nn.Module]) -> list[str]:
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+    return [
+        f"Layer {number} ({type(layer).__name__}) normalizes each microbatch with the mean and variance of that "
+        "microbatch, so results depend on the number of microbatches. To use those of the whole batch:\n"
+        "    RoundPipeRunConfig(num_microbatch=1)"
+        for number, layer in enumerate(layers)
+        if any(isinstance(module, kinds) and module.training for module in layer.modules())
+    ]
 
 
 @contextlib.contextmanager

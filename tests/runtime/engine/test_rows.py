@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -210,12 +211,28 @@ APART = {
 @pytest.mark.parametrize("kind", APART)
 def test_a_layer_that_computes_each_row_by_itself_runs(kind, way):
     pipe = pipeline(APART[kind]())
-    warns = pytest.warns(RoundPipeWarning, match="The outputs of a layer depend")
+    messages = {"buffers": "The outputs of a layer depend", "batch norm of torch": r"Layer . \(\w+\) normalizes each"}
     with (
-        warns if kind == "buffers" else contextlib.nullcontext()
-    ):  # of a state that outputs depend on, at the first call
+        pytest.warns(RoundPipeWarning, match=messages[kind]) if kind in messages else contextlib.nullcontext() as found
+    ):
         call(pipe, way)
-    call(pipe, way)
+    assert found is None or found[0].filename == __file__
+    with warnings.catch_warnings(action="error"):  # at the first call only
+        call(pipe, way)
+
+
+def test_batch_norms_have_the_statistics_of_each_microbatch_and_of_the_batch_if_it_is_one():
+    for number in (2, 1):
+        plain = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Tanh())
+        pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
+        warns = pytest.warns(RoundPipeWarning, match=r"Layer 1 \(BatchNorm1d\) normalizes each microbatch")
+        with warns if number == 2 else warnings.catch_warnings(action="error"):
+            loss = call(pipe, "loss", X[:, 0], num_microbatch=number)
+        wanted = sum(plain(part).square().mean() for part in X[:, 0].chunk(number)) / number
+        wanted.backward()
+        torch.testing.assert_close(loss, wanted.detach())
+        assert near_gradients(pipe, plain, atol=1e-6)
+        torch.testing.assert_close(pipe[1].running_var, plain[1].running_var)
 
 
 class Backward(torch.autograd.Function):

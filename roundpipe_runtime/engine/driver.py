@@ -174,6 +174,7 @@ class Engine(RunLifecycle):
             with self.groups.calling():
                 call = self.groups.open(self, "forward_backward", cut, config)
                 total = self.groups.summed(self, call, partial(work, call))
+                del call  # holds the inputs and outputs of its runs
             self.loss_checks.warn()
             return (total, outputs) if return_outputs else total
 

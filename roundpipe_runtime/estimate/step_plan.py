@@ -182,11 +182,12 @@ def host_memory(
     num_microbatch: int,
     *,
     optim_dtype: torch.dtype | None = None,
+    gradient_dtype: torch.dtype | None = None,
     update: Update = "masters",
 ) -> HostMemory:
     # parameters: the parameters of the model, each once
     # optim_dtype: dtype of the optimizer. Default: the dtype of each parameter.
-    # update: as in `RoundPipe`
+    # gradient_dtype, update: as in `RoundPipe`. Default: the dtype of the optimizer, and `"masters"`.
     params = list(parameters)
     trained = [p for p in params if p.requires_grad]
     wide = [(p, optim_dtype or p.dtype) for p in trained]
@@ -196,7 +197,7 @@ def host_memory(
     between = max((layers[stage.layers[-1]].outputs for stage in stages if stage.kind == "forward"), default=0)
     masters = sum(p.numel() * dtype.itemsize for p, dtype in wide if dtype != p.dtype)
     kept = sum(t.numel() * t.element_size() for t in [*parts_of(params), *buffers])
-    gradients = sum(p.numel() * dtype.itemsize for p, dtype in wide)
+    gradients = sum(p.numel() * (gradient_dtype or dtype).itemsize for p, dtype in wide)
     if update != "masters":
         kept += masters - sum(p.nbytes for p, dtype in wide if dtype != p.dtype)
         masters = 0

@@ -47,6 +47,7 @@ def test_steps_come_from_epochs_unless_they_are_given(options, expected):
         ({"warmup": -1}, "warmup must be a number of at least 0"),
         ({"eval_every": 1.5}, "eval_every must be a number of at least 1, found 1.5"),
         ({"lr": 0.0}, "lr must be a number above 0"),
+        ({"lr": -1.0}, "lr must be a number above 0"),
         ({"lr": math.inf}, "lr must be a number above 0"),
         ({"clip": -1.0}, "clip must be a number of at least 0"),
         ({"weight_decay": math.nan}, "weight_decay must be a number of at least 0"),

@@ -10,7 +10,7 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipeError, StageError
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
-from tests.runtime.small import near_gradients
+from tests.runtime.small import gradients, near_gradients
 
 F = nn.functional
 pytestmark = pytest.mark.slow
@@ -34,6 +34,7 @@ def assert_alike(change, model, batch, *, calls_before=1):
         called = pipeline(**batch).loss
     for found in (called, pipeline.forward_backward(input_kwargs=batch)):
         assert found.item() == pytest.approx(expected.item(), rel=LOSS)
+    assert gradients(pipeline.cut.model).keys() == gradients(plain).keys()
     assert near_gradients(pipeline.cut.model, plain, rtol=1e-4, atol=1e-6)
 
 

@@ -159,7 +159,7 @@ def test_the_check_leaves_the_masks_of_layers_that_run_meanwhile_on_other_device
         torch.manual_seed(3)
         run_config = RoundPipeRunConfig(num_microbatch=6)
         loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=run_config)
-        found.append((float(loss), [parameter.grad for parameter in model.parameters()]))
+        found.append((float(loss), [parameter.grad.clone() for parameter in model.parameters()]))
     (one_device, expected), (three_devices, gradients) = found
     assert three_devices == one_device
     assert same_bits(gradients, expected)

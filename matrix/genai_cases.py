@@ -91,7 +91,7 @@ class GenaiTrial:
     def _given(self) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The tokens of a prompt, the arguments of the model, and what the library is handed over besides."""
         from yobx_flatten.model_folder.pieces.text import encoder_input
-        from yobx_flatten.model_folder.pieces.vision_language import image_token_of, images_for, vision_encoder
+        from yobx_flatten.model_folder.pieces.vision_language import image_token_of, images_for, vision_modules
 
         prompt = torch.randint(4, 259, (1, 9), generator=torch.Generator().manual_seed(7))
         if self.name == "whisper":
@@ -101,7 +101,7 @@ class GenaiTrial:
             return prompt, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, {}
         picture, token = images_for(self.model, 1), image_token_of(self.model)
         with torch.no_grad():
-            count = vision_encoder(self.model)(picture)["image_features"].shape[-2]
+            count = vision_modules(self.model)[0](self.model)(picture)["image_features"].shape[-2]
         prompt[prompt == token] = token + 1
         prompt = torch.cat([prompt[:, :2], prompt.new_full((1, count), token), prompt[:, 2:]], dim=1)
         given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "pixel_values": picture}

@@ -1,14 +1,18 @@
 """Importing a package costs what it must: no optional framework, no thread, no accelerator."""
 
+import ast
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests import fresh_process
 from yobx_flatten.errors import install_line
 
+OURS = ("yobx_flatten", "roundpipe_runtime")
 OPTIONAL = ["diffusers", "flax", "jax", "onnx", "onnxruntime", "onnxscript", "optree", "rich", "transformers"]
 
 PACKAGES = pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
@@ -55,6 +59,21 @@ print(package.errors.__name__, hasattr(package, "nothing_of_that_name"))
 """
     done = interpreted(program)
     assert done.stdout.splitlines() == ["False False False", "[] set()", f"{package}.errors False"]
+
+
+def test_what_is_imported_from_the_packages_exists():
+    """Also inside functions of programs that no test runs."""
+    missing, root = [], Path(__file__).parent.parent
+    for folder in ("yobx_flatten", "roundpipe_runtime", "matrix", "benchmarks", "examples", "docs", "tests"):
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] not in OURS or node.level:
+                    continue
+                module = importlib.import_module(node.module)
+                names = [name.name for name in node.names if name.name != "*" and not hasattr(module, name.name)]
+                lost = [name for name in names if importlib.util.find_spec(f"{node.module}.{name}") is None]
+                missing += [f"{path.relative_to(root)}:{node.lineno} {node.module} has no {name}" for name in lost]
+    assert missing == []
 
 
 # The two lines of an installed command, with Ctrl-C when a certain module begins to be imported.

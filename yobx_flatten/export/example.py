@@ -23,7 +23,7 @@ from ..huggingface.layer_weights import offloaded_readers, streamed_readers
 from ..registry.recipe.aliases import DynamicShapes, PyTree
 from ..trace.program import arguments_of, traced_inputs
 from ..trees import arguments
-from ..trees.shapes import check_entries, same_container, shapes_of_leaves, with_none_below, without_names
+from ..trees.shapes import builtin_kind, check_entries, same_container, shapes_of_leaves, with_none_below, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.walk import key_name, leaf_names, leaves_of, node_of, plain_names
 from .proof.eager_runs import Case, EagerRuns, clone
@@ -99,7 +99,8 @@ class Bounds:
             specs = [shapes[key] for key in obj] if isinstance(shapes, Mapping) else list(shapes)
             rows = zip(node.children, specs, names, meanings, strict=True)
             below = [self.on(child, spec, (*path, name), meaning) for child, spec, name, meaning in rows]
-            return same_container(obj, node, below)
+            is_own = builtin_kind(obj, node) is None  # torch compares `shapes` with what its flatten function returns
+            return tuple(below) if is_own and isinstance(shapes, tuple) else same_container(obj, node, below)
         if not isinstance(obj, torch.Tensor) or not isinstance(shapes, (Mapping, list, tuple)):
             return shapes
         entries = dict(shapes) if isinstance(shapes, Mapping) else dict(enumerate(shapes))

@@ -371,8 +371,9 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         if found is not None:
             state.cache = found
         elif self._held is not None and kept >= self._held[1]:
-            leaves, seen, state.seen = self._held
+            leaves, seen, seen_by_state = self._held
             state.cache, self.again = rewound(state.cache, leaves, seen), kept - seen
+            state.seen = seen_by_state
         elif not self.again or kept < self.seen - self.again:
             raise GenerationError(
                 f"{self.steps.parts.decoder.name} has a sliding window or a recurrent state: its cache cannot drop "

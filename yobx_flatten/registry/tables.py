@@ -255,10 +255,11 @@ def _replace(current: Any, namespace: str, cls: type, register: Callable[[], obj
             register()
     finally:
         # a class that is registered again keeps its position in optree's table
-        kept = [key for key in order if key in table] + [key for key in table if key not in order]
-        if order and list(table) != kept:
-            for key in kept:
-                table[key] = table.pop(key)
+        now = list(table)
+        if (namespace, cls) in order and (namespace, cls) in table and now != order:
+            for key in dict.fromkeys([*order, *now]):
+                if key in table:
+                    table[key] = table.pop(key)
 
 
 def _table() -> dict[Any, Any]:

@@ -99,13 +99,14 @@ def checking_inputs(program: ExportedProgram) -> _Hook | None:
     spec = program.call_spec.in_spec
     if not (integers or constants) or spec is None or spec.num_leaves != len(given):
         return None
-    return functools.partial(_check_call, spec, integers, constants)
+    return functools.partial(_check_call, list(spec.children()[1].context), integers, constants, len(given))
 
 
 def _check_call(
-    spec: pytree.TreeSpec,
+    names: Sequence[str],
     integers: Sequence[int],
     constants: Mapping[int, Any],
+    count: int,
     module: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -114,12 +115,11 @@ def _check_call(
         if not integers:
             return None
         constants = {}
-    names = spec.children()[1].context
     if set(names) != set(kwargs):  # torch reports it
         return None
     call = (args, {name: kwargs[name] for name in names})
     leaves, found = pytree.tree_flatten(call)
-    if len(leaves) != spec.num_leaves:
+    if len(leaves) != count:
         return None
     late = [place for place in integers if isinstance(leaves[place], torch.Tensor)]
     replaced: dict[int, Any] = {place: StoredInteger(leaves[place]) for place in late}

@@ -12,7 +12,8 @@ from tests.cache_words import WORD
 from tests.flatten.export.small_step import cases, inputs, make_step
 from tests.models import make_model
 from tests.modules import module_class, module_of
-from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, explain_error, register_flattening_functions
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, explain_error
+from yobx_flatten.declare import register_class_flattening, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.errors import DynamicShapesError, FlattenError, InvalidArgumentError
 from yobx_flatten.export import Case, export_onnx, export_program, prove_program
 from yobx_flatten.export.example import Bounds
@@ -238,6 +239,24 @@ def test_caches_masks_and_tokens_have_bounds_of_their_own_inside_and_outside_the
     assert [bounds.holds(given, specs, steps=steps) for steps in (2, 3)] == [True, False]
     for above in (DecodeSizes(2, 12, 1), DecodeSizes(5, 5, 3)):
         assert not bounds.holds(decode_inputs(make_model("llama"), above), specs)
+
+
+def test_shapes_of_a_class_that_flattens_to_a_tuple_stay_a_tuple():
+    """torch takes no list for them, with bounds or without."""
+
+    class Pair:
+        def __init__(self, x, y):
+            self.x, self.y = x, y
+
+    register_class_flattening(Pair, lambda pair: ((pair.x, pair.y), None), lambda children, _: Pair(*children), None)
+    try:
+        shapes = {"pair": ({0: Dim.AUTO, 1: Dim.AUTO},) * 2}
+        model = module_of(lambda self, pair: pair.x + pair.y)
+        given = {"pair": Pair(torch.randn(3, 4), torch.randn(3, 4))}
+        exported = export_program(model, kwargs=given, dynamic_shapes=shapes, bounds={"batch": 8, "length": 16})
+    finally:
+        unregister_class_flattening(Pair)
+    assert sorted(int(found.upper) for found in exported.program.range_constraints.values()) == [8, 16]
 
 
 @pytest.mark.parametrize("bounds", [{"rows": 4}, {"batch": 0}, {"length": 8.0}, {}])

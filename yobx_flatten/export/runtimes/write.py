@@ -276,6 +276,8 @@ def write_file(source: Source, options: FileOptions, folder: pathlib.Path, repor
                 job.write(write, "OpenVINO")
                 rewrite = functools.partial(openvino.quantize, file.path, report=report)
                 job.quantize(functools.partial(job.measured, rewrite))
+            case runtime:
+                raise AssertionError(runtime)
     if not report.ok:
         where = f"Nothing was written to {options.path}."
         if options.keep_failed is not None:

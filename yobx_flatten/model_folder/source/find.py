@@ -362,14 +362,14 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
     own_files(folder, TEXTS, failure)
     config, fast = folder / "tokenizer_config.json", folder / "tokenizer.json"
     stated = read_document(config, _Stated, failure=failure, finite=False) if config.exists() else _Stated()
+    # for some model types, AutoTokenizer ignores that the folder names ByT5Tokenizer
+    is_bytes = stated.tokenizer_class == "ByT5Tokenizer"
+    kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer
     with readable(folder, failure):
         if fast.exists() and b'"Replace"' in read_bytes(fast, failure=failure):
             parts = read_document(fast, dict[str, Any], failure=failure, finite=False)
             if max(_growth(parts.get("normalizer")), _growth(parts.get("decoder"))) > _MOST_GROWTH:
                 raise failure(f"its Replace steps (tokenizer.json) make a text over {_MOST_GROWTH:,} times as long")
-        # for some model types, AutoTokenizer ignores that the folder names ByT5Tokenizer
-        is_bytes = stated.tokenizer_class == "ByT5Tokenizer"
-        kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer
         return kind.from_pretrained(folder, **FILES_ONLY, **options)
 
 

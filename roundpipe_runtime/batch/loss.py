@@ -265,7 +265,7 @@ class LossContract:
         """
         missing = [index for index in range(len(self.rows)) if index not in self._values]
         if missing:
-            raise LossError(f"The loss of microbatches {missing} is missing.")
+            raise LossError(f"Microbatches {missing} have no loss yet. Call add(index, loss) for each.")
         values = [self._values[index] for index in range(len(self.rows))]
         totals = [self._total(values, position) for position in range(len(values[0].tensors))]
         return totals if self.kind == "sequence" else totals[0]

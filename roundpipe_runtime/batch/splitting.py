@@ -360,8 +360,8 @@ def batch_axes(inputs: Sequence[Entry], labels: Sequence[Entry], rules: Rules) -
         leaf = below[0]
         if rule.dim is not None and leaf.path == path and not _has_rows(leaf):
             raise SplitError(
-                f"{path}: the rule is TensorChunkSpec({rule.dim}), but there is no axis to split in "
-                f"{format_value(leaf.value)}."
+                f"{path}: TensorChunkSpec({rule.dim}) cannot split {format_value(leaf.value)}. Pass it whole:\n"
+                f"    RoundPipeRunConfig(split_input={{{path!r}: Replicate}})"
             )
     has_rules = all(entry.rule is not None for entry in entries if _has_rows(entry))
     cut, cut_labels = ([e for e in some if e.rule is not None and e.axis is not None] for some in (entries, labels))

@@ -93,9 +93,7 @@ def _check_sizes(folder: pathlib.Path) -> dict[str, _File]:
     try:
         version = read_document(folder / MANIFEST, _Version, failure=DamagedCheckpointError).format
         if version != _VERSION:
-            raise CheckpointError(
-                f"{folder} has the unknown format {version!r} (known: {_VERSION}). Update yobx-flatten."
-            )
+            raise CheckpointError(f"{folder} has the unknown format {version!r}, not {_VERSION}. Update yobx-flatten.")
         files = read_document(folder / MANIFEST, _Manifest, failure=DamagedCheckpointError).files
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{folder}: {MANIFEST} is missing.") from error

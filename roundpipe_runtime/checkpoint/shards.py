@@ -81,9 +81,7 @@ def read_shards(
     stated = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in metadata.values())
     held = sum(file.stat().st_size for file in (folder / SHARDS).iterdir())
     if stated > held:
-        raise DamagedCheckpointError(
-            f"{folder / SHARDS} is damaged: its files have {held:,} bytes, but its tensors need {stated:,}."
-        )
+        raise DamagedCheckpointError(f"{folder / SHARDS} is damaged: files have {held:,} bytes, tensors {stated:,}.")
     for name, described in metadata.items():
         if not names(name):
             continue

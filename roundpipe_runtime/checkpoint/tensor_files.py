@@ -119,7 +119,9 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, Tensor]) -> Any:
         try:
             tensor = torch.from_numpy(numpy.array(value))
         except TypeError as error:
-            raise CheckpointError(f"{path} is an array of {value.dtype}, which torch does not support.") from error
+            raise CheckpointError(
+                f"{path} is an array of {value.dtype}, which torch does not support. Store a list:\n    x.tolist()"
+            ) from error
         return {"$numpy": {"$tensor": _put(tensor, path, tensors), "scalar": isinstance(value, numpy.generic)}}
     message = f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain."
     if isinstance(value, torch.Generator):
@@ -180,8 +182,8 @@ def _put(tensor: Tensor, path: str, tensors: MutableMapping[str, Tensor]) -> str
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) or is_sharded(tensor)
     if not is_plain or tensor.layout != torch.strided:
         raise CheckpointError(
-            f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout}, and a checkpoint contains dense "
-            "tensors only. Store its parts."
+            f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout}, but a checkpoint contains only dense "
+            "tensors. Store a dense tensor:\n    x.to_dense()"
         )
     name, count = path, 1
     while name in tensors:  # {"a.b": x, "a": {"b": y}}

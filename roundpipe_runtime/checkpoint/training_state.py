@@ -261,7 +261,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any],
     if saved != own:
         raise CheckpointError(f"The checkpoint contains the state of {saved}, but your optimizer is {own}.")
     if len(found) != len(expected):
-        raise CheckpointError(f"The optimizer has {len(expected)} parameter groups; the checkpoint has {len(found)}.")
+        raise CheckpointError(
+            f"The optimizer has {len(expected)} parameter groups; the checkpoint has {len(found)}. Use the same groups."
+        )
     for number, (there, here) in enumerate(zip(found, expected, strict=True)):
         differing = sorted(set(there) ^ set(here))
         if differing:

@@ -126,9 +126,7 @@ def _register(tensors: Sequence[torch.Tensor], model: nn.Module, device: Device)
         if status == 0:
             registered.append(start)
         elif status != _ALREADY_REGISTERED:
-            raise DeviceError(
-                f'pin_model="register": cannot pin {end - start} bytes of parameters: CUDA error {status}.'
-            )
+            raise DeviceError(f'pin_model="register" cannot pin {end - start} bytes: CUDA error {status}. Use "alloc".')
 
 
 _ALIGNMENT = 64  # bytes, for vector instructions of the host and transfers of a device

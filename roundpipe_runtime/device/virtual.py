@@ -158,7 +158,9 @@ class VirtualDevice(Device):
         for tensor in tensors:
             owner, state = _owner_of(tensor) or (self.name, "ready")
             if owner != self.name:
-                raise UseAfterReleaseError(f"{self.name} reads a {_drawn(tensor)} that is in the memory of {owner}.")
+                raise UseAfterReleaseError(
+                    f"{self.name} reads a {_drawn(tensor)} in the memory of {owner}. Copy it with copy_out and copy_in."
+                )
             if state != "ready":
                 raise UseAfterReleaseError(f"{self.name} reads a {_drawn(tensor)} after its release.")
 

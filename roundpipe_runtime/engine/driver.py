@@ -255,8 +255,8 @@ class Engine(RunLifecycle):
         groups = split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
         if len(groups) > count:
             raise ConfigError(
-                f"The batch was split into {len(groups)} parts, but replicas= gives this rank {count} groups of rows. "
-                "Pass whole tensors, or one part for each group."
+                f"A split function or RoundPipePackedData gives {len(groups)} parts, but this rank has {count} groups "
+                "of rows (replicas=). Give one part per group, or pass whole tensors."
             )
         if self.row_check is not None:
             self.row_check.check(self, batch, [group.rows for group in groups], config)

@@ -199,7 +199,9 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
         raise FineTuneError(f"{name} contains {first.name}. Name the file instead of its folder: {first}")
     if path.is_dir() and not file.is_file():
         if (path / "adapter_config.json").is_file():
-            raise FineTuneError(f"{name} contains adapters but no model. Merge the adapters into a model first.")
+            raise FineTuneError(
+                f"{name} contains adapters but no model. Merge them:\n    model.merge_and_unload().save_pretrained(DIR)"
+            )
         raise FineTuneError(f"{name} contains no config.json. {_FIX}")
     _transformers()
     config = read_config(file, str(name), failure=FineTuneError, remedy=_FIX)
@@ -215,8 +217,7 @@ def _causal_classes() -> Any:
 def _causal(config: Any, name: str) -> Any:
     if type(config) not in _causal_classes():
         raise FineTuneError(
-            f"{name} is a model of type {config.model_type!r}, for which transformers has no causal language model. "
-            "Train it with RoundPipeTrainer."
+            f"transformers has no causal language model of type {config.model_type!r} ({name}). Use RoundPipeTrainer."
         )
     return config
 
@@ -305,7 +306,9 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
         what = f"{folder} is a file" if folder.is_file() else f"There is no folder {folder}"
         raise FineTuneError(f"{what}. Name a folder with a tokenizer, or: --tokenizer bytes")
     if not is_gguf and not _has_tokenizer(folder):
-        raise FineTuneError(f"{folder} contains no tokenizer: none of {', '.join(TOKENIZER_FILES[:3])}.")
+        raise FineTuneError(
+            f"{folder} contains no tokenizer. Name a folder with {TOKENIZER_FILES[0]}, or: --tokenizer bytes"
+        )
     found = open_tokenizer(folder, failure=FineTuneError)
     return ByteTokenizer() if type(found).__name__ == "ByT5Tokenizer" else FolderTokenizer(found, str(folder))
 

@@ -248,8 +248,7 @@ class Training:
             if name in ("length", "batch", "accumulate", "seed", "update"):
                 option = f"--{name} {before.get(name)}"
             raise FineTuneError(
-                f"{os.fspath(folder)} was trained with {option}. Continue with the same option, or start in another "
-                "folder: --checkpoint DIR"
+                f"{os.fspath(folder)} was trained with {option}. Use the same, or a new folder: --checkpoint DIR"
             )
         if step_of(found) > self.steps:
             raise FineTuneError(f"{folder} is at step {step_of(found)}, but --steps is only {self.steps}. Add steps.")
@@ -314,7 +313,7 @@ def _check_groups(settings: Settings, size: int) -> None:
     """Raise an error unless each process has a group of rows to train."""
     replicas = settings.replicas or size
     if settings.update != "masters" and (size > 1 or settings.replicas is not None):
-        raise ConfigError(f"--update {settings.update} trains in one process and one group. Use: --update masters")
+        raise ConfigError(f"--update {settings.update} needs one process, without --replicas. Use: --update masters")
     if replicas < size:
         raise ConfigError(
             f"A batch is split into {replicas} groups, so some of the {size} processes would have nothing to do. "

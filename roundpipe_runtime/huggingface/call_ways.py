@@ -153,8 +153,8 @@ class CutModel(RoundPipe):
         title = "A layer" if piece is None else self._rp_rows.title(piece)
         if self._rp_options.has_groups:
             raise SplitError(
-                f"{title} computes different values or gradients for a whole batch than for its parts, and each "
-                "process has its own rows only. Train in one process, where such a batch runs in one microbatch:\n"
+                f"{title} computes different values or gradients for a whole batch than for its parts, but each "
+                "process has only a part, so results would be wrong. Train in one process:\n"
                 "    wrap_model_to_roundpipe(model)"
             )
         if piece is None:

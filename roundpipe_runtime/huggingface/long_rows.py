@@ -164,9 +164,7 @@ class LongRows:
                     'Rows are padded on the left, but LongRows needs padding on the right: padding_side="right".'
                 )
             if bool((labels[padded] != _IGNORED).any()):
-                raise ConfigError(
-                    "Set labels of padding to -100, or padding is trained: labels[attention_mask == 0] = -100"
-                )
+                raise ConfigError("Labels of padding must be -100:\n    labels[attention_mask == 0] = -100")
         stated = {"the batch": zlib.crc32(torch.cat([tokens, labels]).cpu().numpy().tobytes())}
         if self._pipeline is not None and (error := ranks_disagree(self._pipeline.ranks.exchange(stated))):
             raise error
@@ -215,7 +213,8 @@ class LongRows:
         if strange or not getattr(module, "is_causal", True) or attention_mask is not None:
             found = ", ".join(strange) or ("a mask" if attention_mask is not None else "tokens that see later ones")
             raise ConfigError(
-                f"{type(module).__name__} attends with {found}, which LongRows cannot split over processes."
+                f"{type(module).__name__} attends with {found}, which LongRows cannot split. Train this model with "
+                "wrap_model_to_roundpipe."
             )
         exchanged: Callable[..., torch.Tensor] = _Exchanged.apply
         queries, keys, values = (exchanged(tensor, self._exchange, True) for tensor in (query, key, value))

@@ -145,7 +145,7 @@ class PieceRows:
             is_cut = True
             yield trial
         if not is_cut:
-            raise CannotJoinError("it is not clear how many rows a part of the batch has")
+            raise CannotJoinError("a few rows of the batch cannot be split into two parts")
 
     def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
         """Return the run configuration for a trial on a few rows; a ``split_input`` made for the batch is replaced."""

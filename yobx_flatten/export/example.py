@@ -63,8 +63,8 @@ class Bounds:
         wrong = [name for name, most in given.items() if name not in known or type(most) is not int or most < 1]
         if wrong or not given:
             raise InvalidArgumentError(
-                'bounds: expected a dict of ints, such as {"batch": 4, "length": 512} ("new" limits tokens of a call), '
-                f"found {dict(given)!r}."
+                'bounds: expected a dict of ints for "batch", "length" and "new" (tokens per call), such as '
+                f'{{"batch": 4, "length": 512}}, found {dict(given)!r}.'
             )
         return cls(given.get("batch"), given.get("length"), given.get("new", given.get("length")))
 

@@ -232,9 +232,7 @@ class Generator:
             MissingDependencyError: when transformers is not installed.
         """
         if self.parts.postnet is None:
-            raise InvalidArgumentError(
-                f"{self.parts.decoder.name} generates tokens: call generate(), not generate_speech."
-            )
+            raise InvalidArgumentError(f"{self.parts.decoder.name} generates tokens, not speech. Call generate().")
         asked = {"speaker_embeddings": speaker_embeddings, **options}
         return refusals_named("generate_speech", lambda: speak(self.parts, self.settings, read, asked), asked)
 

@@ -97,8 +97,8 @@ class Pictures:
         if sizes is None or sizes.ndim != 2 or int(sizes.prod(-1).sum()) != len(self.pixels):
             pixels, shape = ("pixel_values", "pictures") if self.word == "image" else ("pixel_values_videos", "videos")
             raise InvalidArgumentError(
-                f"{vision.name} takes patches. Pass {name} as the model's processor returns it: of shape ({shape}, 3), "
-                f"where the products of its rows add up to the {len(self.pixels)} rows of {pixels}."
+                f"{name} must have shape ({shape}, 3): frames, height and width in patches, whose products add up to "
+                f"the {len(self.pixels)} rows of {pixels}. Pass {name} as the model's processor returns it."
             )
         if self.word == "image" and bool((sizes[:, 0] != 1).any()):
             raise InvalidArgumentError("image_grid_thw has several frames: pass videos as pixel_values_videos.")
@@ -265,7 +265,7 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
     if unknown:
         raise GenerationError(
             f"{where} has the inputs {', '.join(unknown)}, which a generation loop does not pass. A generation loop "
-            f"passes only {', '.join(sorted(known))} and the KV cache ({CACHE}.*)."
+            f"passes only {', '.join(sorted(known))} and the KV cache ({CACHE}.*). Export without the other inputs."
         )
     text = [name for name, port in ports.items() if port.dtype is None]
     if text:

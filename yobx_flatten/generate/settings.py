@@ -324,7 +324,10 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
         for place, name in itertools.product(found, ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")):
             for token in (token for row in _ids(place.get(name)) for token in _ids(row)):
                 if isinstance(vocabulary, int) and token >= vocabulary:
-                    raise GenerationError(f"{folder} sets {name} = {token:,}, but its model has {vocabulary:,} tokens.")
+                    raise GenerationError(
+                        f"{folder} sets {name} = {token:,}, but its model has {vocabulary:,} tokens. Correct the entry "
+                        "in generation_config.json or config.json."
+                    )
         length = switch_of(text)
         switch = None if length is None else Switch(length, described.rereads_at_switch)
         return dataclasses.replace(settings_of(*found), switch=switch, positions=described.positions)

@@ -212,8 +212,7 @@ class Steps:
                 _, bins, frames = encoder.ports[reads].shape
                 if bins is not None and value.shape[1] != bins:
                     raise InvalidArgumentError(
-                        f"input_features has {value.shape[1]} bins, but {encoder.name} reads {bins}. Pass features of "
-                        f"shape (batch, {bins}, frames)."
+                        f"input_features must have shape (batch, {bins}, frames), found {value.shape[1]} bins."
                     )
                 if frames is not None and value.shape[2] > frames:
                     raise InvalidArgumentError(

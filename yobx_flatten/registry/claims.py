@@ -156,7 +156,7 @@ class Registry:
         start = f"unregister_class_flattening({cls.__qualname__}): {errors.describe_class(cls)}"
         if slots:
             raise errors.NotRegisteredError(
-                f"{start} is registered by a block, until the block ends:\n    {slots[0].recipe.remedy}"
+                f"{start} is registered by a with block, until the block ends:\n    {slots[0].recipe.remedy}"
             )
         if holders:
             raise errors.NotRegisteredError(

@@ -98,9 +98,7 @@ class FolderAdapters:
     def runners(self, runners: Mapping[str, Runner], name: str) -> dict[str, Any]:
         onnx = {part: runner for part, runner in runners.items() if isinstance(runner, OnnxRunner)}
         for other in (runner for part, runner in runners.items() if part not in onnx):
-            raise InvalidArgumentError(
-                f"adapter={name!r}: {other.runtime} cannot switch adapters. Use ONNX files in onnxruntime."
-            )
+            raise InvalidArgumentError(f"adapter={name!r} needs ONNX files in onnxruntime, found {other.runtime}.")
         if name not in self._read:
             if self._folder is None:
                 raise InvalidArgumentError(f"adapter={name!r}: this file is not in a folder with adapters.")

@@ -111,7 +111,9 @@ def load_attention() -> None:
     for library in (file for folder in folders for file in pathlib.Path(folder).glob("*custom_ops_aot_lib.*")):
         torch.ops.load_library(str(library))
         return
-    raise MissingDependencyError("The installed executorch has no kernels for language models. Install it from PyPI.")
+    raise MissingDependencyError(
+        "The installed executorch has no kernels for language models:\n    pip install --force-reinstall executorch"
+    )
 
 
 def require_executorch(caller: str) -> None:

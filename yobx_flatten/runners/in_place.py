@@ -78,8 +78,8 @@ class TensorBuffers(InPlaceCache):
     ) -> None:
         super().__init__(values, presents)
         self._room = room
-        if len({values[name].shape[2] for name in presents}) > 1:  # all buffers share one number of tokens
-            raise GenerationError("layers of the cache hold different numbers of tokens.")
+        if len(held := {values[name].shape[2] for name in presents}) > 1:  # all buffers share one number of tokens
+            raise GenerationError(f"The layers of the cache must hold the same number of tokens, found {sorted(held)}.")
         self.seen = self._capacity = values[next(iter(presents))].shape[2]  # in tokens
         self._own = False  # the given tensors belong to the caller, and are not changed
 

@@ -248,8 +248,7 @@ def check_runs_on(session: Any, providers: Providers, file: str, failure: type[F
 def only_for_onnxruntime(runtime: str, device: str | None, providers: Providers | None) -> None:
     if runtime != "onnxruntime" and (device not in (None, "cpu") or providers is not None):
         raise InvalidArgumentError(
-            f"device= and providers= are for onnxruntime, and these files run with {runtime} on the CPU. Export ONNX "
-            "files, or leave these arguments out."
+            f"device= and providers= need ONNX files, but {runtime} runs these files. Leave the arguments out."
         )
 
 

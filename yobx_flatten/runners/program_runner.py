@@ -72,7 +72,8 @@ class ProgramRunner:
             names = self._program.module_call_graph[0].signature.forward_arg_names or ()
             if len(args) > len(names):
                 raise GenerationError(
-                    f"{self.name} takes positional arguments, and does not state their names. Export with kwargs."
+                    f"{self.name} has positional arguments without names, but inputs are passed by name. Use kwargs:\n"
+                    "    torch.export.export(module, (), kwargs)"
                 )
             return leaf_names({**dict(zip(names, args, strict=False)), **kwargs})
 

@@ -264,9 +264,7 @@ def save(
 
 def check_size(nbytes: int, function: str, remedy: str) -> None:
     if nbytes > _LARGEST:
-        raise InvalidArgumentError(
-            f"{function}: {nbytes / 1e9:.1f} GB do not fit into one ONNX file, whose limit is 2 GB; {remedy}."
-        )
+        raise InvalidArgumentError(f"{function}: {nbytes / 1e9:.1f} GB exceed the 2 GB of an ONNX file; {remedy}.")
 
 
 def read(

@@ -117,7 +117,7 @@ def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTr
     except FlattenError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        raise DamagedFileError(f"The structure cannot be read ({type(error).__name__}: {error}).") from error
+        raise DamagedFileError(f"The file's structure is damaged ({type(error).__name__}: {error}).") from error
 
 
 def unique(name: str, taken: set[str]) -> str:
@@ -156,7 +156,7 @@ def _check_called(name: str, node: _Functions, static: Static) -> None:
     if name == "collections:defaultdict":
         factory = static[0]
         if factory is not None and not (isinstance(factory, type) and factory.__module__ == "builtins"):
-            raise DamagedFileError(f"In this file, {name} has the factory {factory!r}, which is not a built-in type.")
+            raise DamagedFileError(f"A stored defaultdict must have a built-in default_factory, found {factory!r}.")
         return
     of_named_tuples = pytree.SUPPORTED_NODES[collections.namedtuple].unflatten_fn  # type: ignore[index] # its key
     own = f"{getattr(static, '__module__', None)}:{getattr(static, '__qualname__', None)}"
@@ -270,8 +270,7 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
     stored = _array_element(dtype)
     if stored is None or not plain_class:
         raise InvalidArgumentError(
-            f"{where} is a {type(array).__name__} of type {dtype}, which has no counterpart in ONNX. Store an array of "
-            "numbers or of text."
+            f"{where} is a {type(array).__name__} of type {dtype}, which ONNX does not have. Store numbers or text."
         )
     element, dims = stored[0], _dims(stored[0], (*array.shape, *stored[1]))
 
@@ -330,7 +329,7 @@ def _read_tensor(record: Record, source: Source) -> torch.Tensor:
         raise DamagedFileError(f"{name!r} is of type {kind!r}, which this torch does not have.")
     if "seed" in record:
         if math.prod(shape) * 4 > _DRAWN:
-            raise DamagedFileError(f"{name!r} needs random numbers of shape {shape}, more than 1 GB.")
+            raise DamagedFileError(f"{name!r} needs random numbers of shape {shape}: more than the limit of 1 GB.")
         return torch.rand(shape, generator=torch.Generator().manual_seed(record["seed"])).to(dtype)
     element = ELEMENTS[kind]
     nbytes = math.prod(shape) * dtype.itemsize
@@ -351,7 +350,10 @@ def _read_array(record: Record, source: Source) -> Any:
             name = getattr(ml_dtypes, name)
         dtype = numpy.dtype(name)
     except (TypeError, AttributeError, ImportError):
-        raise DamagedFileError(f"An array is of type {name!r}, which this NumPy does not have.") from None
+        raise DamagedFileError(
+            f"{record['name']!r} is an array of type {name!r}, which the installed NumPy does not have:\n"
+            "    pip install --upgrade numpy ml_dtypes"
+        ) from None
     if dtype.kind in "UO" and record.get("text", True):
         source.check(record, STRING, shape, 0)
         texts = [text.decode() for text in source.strings(record)]

@@ -154,7 +154,7 @@ class FileSide(ByName):
         leaves = pytree.tree_leaves(eager)
         kept = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name in outputs]
         if not kept:
-            raise ReplayError(f"no output of the file has a known name: found {', '.join(self._runner.outputs)}")
+            raise ReplayError(f"the file has unknown outputs: {', '.join(self._runner.outputs)}. Pass names={{...}}")
         found = dict(outputs)
         window = self._call.window - 1  # a prefill may return all tokens, but the next call reads only the window
         for name, leaf in kept:

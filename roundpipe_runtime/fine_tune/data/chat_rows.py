@@ -175,7 +175,7 @@ def make_chat_rows(
         raise FineTuneError(f"None of {len(conversations)} conversations has an answer {lacks}")
     rows = _packed([len(one.ids) for one in kept], length) if packed else [[number] for number in range(len(kept))]
     if eval_share > 0 and len(rows) < 2:
-        raise FineTuneError("There is only one row of conversations, so none can be held out: --eval-share 0")
+        raise FineTuneError("All data fits in one row, so no row is left for evaluation. Use --eval-share 0")
 
     def joined(part: Callable[[ChatTokens], Iterable[int]]) -> list[torch.Tensor]:
         parts = ([part(kept[number]) for number in row] for row in rows)
@@ -222,6 +222,5 @@ def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
 def check_packing(model: nn.Module) -> None:
     if not keeps_texts_apart(model):  # the model would train on other contexts
         raise FineTuneError(
-            f"{type(model).__name__} lets a conversation see the previous one in its row, so conversations cannot be "
-            "packed. Leave --pack out"
+            f"{type(model).__name__} may mix packed conversations, so training would differ. Leave --pack out"
         )

@@ -178,7 +178,7 @@ class Encoder:
         def refused(error: Exception) -> FineTuneError:
             reason = " ".join(str(error).split())[:200]
             if next((message["role"] for message in messages if message["role"] != "system"), None) == "assistant":
-                reason += ". The row begins with the assistant: put a message of the user first, or leave the row out"
+                reason += ". The assistant speaks first: put a user message first, or remove the conversation"
             return FineTuneError(f"{conversation.place}: the chat template of {self.name} rejects it: {reason}")
 
         with raised_as(refused):  # a template can raise any exception
@@ -290,8 +290,8 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     if not counted:
         roles = ", ".join(message["role"] for message in made) or "no message"
         raise FineTuneError(
-            f'{place} has no answer to learn: it has {roles}. Add {{"role": "assistant", "content": "..."}}, or leave '
-            "the row out"
+            f'{place} has no answer to learn, found {roles}. Add {{"role": "assistant", "content": "..."}}, or remove '
+            "the conversation"
         )
     return Conversation(place, made, counted, variables={**others, **stated})
 

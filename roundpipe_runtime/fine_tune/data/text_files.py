@@ -97,8 +97,7 @@ def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterato
             text = row.get(field)
             if isinstance(text, list):
                 raise FineTuneError(
-                    f"{place} has a list in {field!r}, which is not text. If these are the messages of a conversation: "
-                    f"--chat {path}"
+                    f"{place} has a list in {field!r}, not text. If the list has messages: --chat {path}"
                 )
             if not isinstance(text, str):
                 fields = f"Its fields: {', '.join(row) or 'nothing'}. Name one: --field NAME"

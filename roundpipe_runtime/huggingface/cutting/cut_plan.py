@@ -186,7 +186,7 @@ def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _axis(whole: Sequence[int], part: Sequence[int]) -> int | None:
     if len(whole) != len(part):
-        raise CannotJoinError(f"a tensor has {len(whole)} axes with all rows, but {len(part)} axes with fewer rows")
+        raise CannotJoinError(f"a tensor has {len(whole)} axes for all rows, but {len(part)} axes for fewer rows")
     axes = [axis for axis, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
     if len(axes) > 1:
         raise CannotJoinError(f"with fewer rows, several sizes of a tensor change: {tuple(whole)}, {tuple(part)}")

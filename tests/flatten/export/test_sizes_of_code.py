@@ -261,7 +261,7 @@ def test_shapes_of_a_class_that_flattens_to_a_tuple_stay_a_tuple():
 
 @pytest.mark.parametrize("bounds", [{"rows": 4}, {"batch": 0}, {"length": 8.0}, {}])
 def test_what_is_not_a_bound_is_refused(bounds):
-    with pytest.raises(InvalidArgumentError, match="bounds: expected a dict of ints, such as"):
+    with pytest.raises(InvalidArgumentError, match="bounds: expected a dict of ints for"):
         export_program(make_step(), (), inputs(2, 3, 2), bounds=bounds)
 
 

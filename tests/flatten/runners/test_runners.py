@@ -334,7 +334,7 @@ def test_unknown_devices_and_two_answers_are_refused():
         choose_providers("cuda", [CPU])
     with pytest.raises(InvalidArgumentError, match="a list of names"):
         choose_providers(None, CPU)
-    with pytest.raises(InvalidArgumentError, match="these files run with openvino"):
+    with pytest.raises(InvalidArgumentError, match="openvino runs these files"):
         only_for_onnxruntime("openvino", "cuda", None)
     only_for_onnxruntime("openvino", "cpu", None)
 

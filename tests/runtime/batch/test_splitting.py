@@ -239,7 +239,7 @@ def test_marks_for_labels(whole):
         (7, "split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found 7."),
         (
             {"kwargs['n']": TensorChunkSpec(0)},
-            "kwargs['n']: the rule is TensorChunkSpec(0), but there is no axis to split in 5",
+            "kwargs['n']: TensorChunkSpec(0) cannot split 5. Pass it whole:\n    RoundPipeRunConfig(split_in",
         ),
         # torch has one class of marks for both sides
         ({"args[0]": sum_reducer}, "a rule that reduces outputs, but this is an input"),

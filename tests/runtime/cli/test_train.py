@@ -103,7 +103,7 @@ def test_an_update_of_the_weights_themselves_saves_the_same_bits(here, update, c
     assert same_bits(digest("masters"), digest("resumed"))
     capsys.readouterr()
     assert main([*common, "-o", "other", *rest]) == 2
-    assert f"was trained with --update {update}. Continue with the same" in " ".join(capsys.readouterr().err.split())
+    assert f"was trained with --update {update}. Use the same" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
@@ -166,7 +166,7 @@ def test_going_on_after_the_end_with_more_steps(here, capsys):
     for more, words in (
         (["conf", "--overwrite"], "belongs to another run. Continue that run: --resume; or start"),
         (["gpt2", "--overwrite", "--resume"], "c: The checkpoint is for a different model."),
-        (["conf", "--overwrite", "--resume", "--batch", "3"], "c was trained with --batch 4. Continue with the same"),
+        (["conf", "--overwrite", "--resume", "--batch", "3"], "c was trained with --batch 4. Use the same"),
     ):
         assert main([*arguments, "--model", *more]) == 2
         shown = capsys.readouterr().err
@@ -339,7 +339,7 @@ CHAT_MISTAKES = {
     "form": (["--chat", "rows.jsonl"], "rows.jsonl:1 is not a conversation: it has 'body' (str). Each row must be"),
     "template": (["--chat-template", "gone.jinja"], "The chat template gone.jinja cannot be read"),
     "length": (["--length", "3"], "None of 12 conversations has an answer in its first 3 tokens. Use longer rows"),
-    "text": (["--text", "chats.jsonl", "--field", "conversations"], "If these are the messages of a conversation: --c"),
+    "text": (["--text", "chats.jsonl", "--field", "conversations"], "not text. If the list has messages: --c"),
 }
 
 

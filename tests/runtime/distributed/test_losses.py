@@ -169,7 +169,7 @@ def test_what_cannot_be_cut_is_refused_in_one_line():
         "router": "output_router_logits = False",
         "devices": "one device in each process, found 2",
         "left": "padded on the left",
-        "padding": "or padding is trained",
+        "padding": "Labels of padding must be -100",
         "positions": "also has position_ids",
         "window": "attends to 8 tokens of a row of 12",
     }

@@ -103,7 +103,7 @@ MISTAKES = {
     "role": ({"messages": [{"role": "bot", "content": "x"}]}, "a:1, message 1 has the role 'bot'. Write one of system"),
     "text": ({"messages": ["Hi"]}, "a:1, message 1 is a str. Write {"),
     "content": ({"messages": [{"role": "user", "content": 3}]}, "message 1 has no text in 'content': it is a int"),
-    "no answer": ({"messages": ASKED[:1]}, "a:1 has no answer to learn: it has user. Add"),
+    "no answer": ({"messages": ASKED[:1]}, "a:1 has no answer to learn, found user. Add"),
     "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}, "message 2: weight must be 1, or 0"),
     "no weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "a:1 has no answer to learn"),
     "mixed": ({"prompt": "x", "completion": []}, "a:1 is not a conversation: it has 'prompt' (str), 'completion' (li"),

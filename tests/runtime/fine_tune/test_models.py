@@ -57,7 +57,7 @@ DEEP = '{"hidden_size": ' + "[" * 100_000 + "]" * 100_000 + "}"
         ('{"model_type": "llama", "text_config": {"n_layer": [30000]}}', "states n_layer = 30,000, but the limit is "),
         (DEEP, "nested too deeply"),
         ('{"hidden_size": 3}', "is not a configuration of transformers"),
-        ('{"model_type": "t5"}', "a model of type 't5', for which transformers has no causal language model"),
+        ('{"model_type": "t5"}', "transformers has no causal language model of type 't5'"),
     ],
 )
 def test_folders_that_hold_no_language_model_are_refused(tmp_path, content, words):
@@ -86,7 +86,7 @@ def test_damaged_weights_and_adapters_alone_are_refused(tmp_path):
     with pytest.raises(FineTuneError, match="cannot be loaded"):
         model_source(folder).load()
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FineTuneError, match=r"contains adapters but no model\. Merge the adapters"):
+    with pytest.raises(FineTuneError, match=r"contains adapters but no model\. Merge them:"):
         model_source(tmp_path)
 
 

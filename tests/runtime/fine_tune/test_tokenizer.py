@@ -82,7 +82,7 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path):
     source = tiny.source()
     with pytest.raises(FineTuneError, match="There is no folder nowhere"):
         load_tokenizer(source, "nowhere")
-    with pytest.raises(FineTuneError, match=r"contains no tokenizer: none of tokenizer\.json"):
+    with pytest.raises(FineTuneError, match=r"contains no tokenizer\. Name a folder with tokenizer\.json"):
         load_tokenizer(source, tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(FineTuneError, match="cannot be read"):

@@ -262,7 +262,7 @@ class TestCheckpoints:
     def test_a_checkpoint_of_something_else_is_refused(self, tmp_path):
         with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
             save_checkpoint(tmp_path, training.pipeline, optimizer=training.optimizer, data={"step": 1})
-            with pytest.raises(FineTuneError, match="start in another folder"):
+            with pytest.raises(FineTuneError, match="or a new folder: --checkpoint"):
                 training.restore(tmp_path)
 
 

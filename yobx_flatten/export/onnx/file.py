@@ -291,5 +291,5 @@ def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:
         for node, place in value.uses() if is_first else ():
             product = node.outputs[0]
             if node.op_type != "MatMul" or place != 1 or product.shape is None:
-                raise FlattenError(f"{value.name} must be multiplied by a layer's input, but {node.op_type} reads it.")
+                raise FlattenError(f"{value.name} cannot be an adapter input: {node.op_type} reads it, not MatMul.")
             product.shape = ir.Shape([*product.shape[:-1], rank])

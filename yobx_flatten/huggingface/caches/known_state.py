@@ -218,4 +218,4 @@ def _check(entry: object, depth: int, counter: Iterator[int]) -> None:
 
 
 def _refused(reason: str) -> CacheStructureError:
-    return CacheStructureError(f"The names of a cache contain an invalid template: {reason}.")
+    return CacheStructureError(f"The description of a layer in the names of a cache is invalid: {reason}.")

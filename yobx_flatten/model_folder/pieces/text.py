@@ -217,8 +217,8 @@ def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> li
     reads = input_name(model)
     if reads not in _READ:
         raise GenerationError(
-            f"{type(model).__qualname__} reads {reads}, but folders need encoders that read {', '.join(_READ)}. "
-            "Record a call and export that:\n    with record_calls(model) as calls: model.generate(...)"
+            f"{type(model).__qualname__} reads {reads}, but exported encoders read only {', '.join(_READ)}. "
+            "Record a call and export it:\n    with record_calls(model) as calls: model.generate(...)"
         )
     if reads != "input_ids" and model.get_encoder().main_input_name == "input_ids":  # BLIP-2 with T5
         raise GenerationError(

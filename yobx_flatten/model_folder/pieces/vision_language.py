@@ -133,8 +133,8 @@ class NestedVisionEncoder(torch.nn.Module):
         features = torch.cat(tuple(getattr(found, "pooler_output", found))).flatten(0, -2)
         if not compare(features, self(picture)["image_features"].flatten(0, -2), "sums"):
             raise GenerationError(
-                f"{type(model).__qualname__} processes images in more modules than vision_model and connector. Export "
-                "the calls of a run: with record_calls(model) as calls: model.generate(...)"
+                f"vision_model and connector of {type(model).__qualname__} give other image features than the model. "
+                "Export recorded calls:\n    with record_calls(model) as calls: model.generate(...)"
             )
 
 
@@ -168,8 +168,8 @@ class TiledVisionEncoder(torch.nn.Module):
             packed = tiles.packed([found["image_features"]], found["image_newline"][0], given["image_sizes"])
             if not compare(features, packed, "sums"):
                 raise GenerationError(
-                    f"{type(model).__qualname__} processes images in more modules than its vision tower and projector, "
-                    "or packs tiles differently. Export calls: with record_calls(model) as calls: model.generate(...)"
+                    f"Vision tower and projector of {type(model).__qualname__} give other image features than the "
+                    "model. Export recorded calls:\n    with record_calls(model) as calls: model.generate(...)"
                 )
 
 
@@ -366,7 +366,7 @@ def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> li
     if types is not None and encoder_kind is not GridVisionEncoder and decoder_kind is not BlockwiseDecoder:
         raise GenerationError(
             f"{type(model).__qualname__} needs {types} to mark image tokens, but exported vision-language files "
-            f"have no input {types}."
+            f"have no input {types}. {_OTHER_WAYS}"
         )
     if language_model_of(model) is None:
         name = type(model).__qualname__

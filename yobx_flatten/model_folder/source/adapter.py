@@ -53,7 +53,7 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
             "Remove megatron_config from the file."
         )
     if stated.get("peft_type") == "XLORA":
-        raise ModelSourceError(f"{folder / ADAPTER} names adapters to load (X-LoRA). Merge these adapters with PEFT.")
+        raise ModelSourceError(f"{folder / ADAPTER} is for X-LoRA, which is not supported. Name one of its adapters.")
     import peft
 
     if stated.get("peft_type") not in list(peft.PeftType):

@@ -148,7 +148,7 @@ def _torchao(stated: Mapping[str, Any]) -> Packing | str:
     def unpack(parts: Tensors) -> torch.Tensor:
         numbers, scales = parts["_weight_qdata"], parts["_weight_scale"].float()
         if numbers.dtype is not torch.int8 or scales.dim() != 2 or numbers.shape[1] % scales.shape[1]:
-            raise TypeError(f"expected int8 with block scales, found {numbers.dtype} of shape {tuple(numbers.shape)}")
+            raise TypeError(f"expected int8 weights in blocks, found {numbers.dtype} of shape {tuple(numbers.shape)}")
         zeros = parts.get("_weight_zero_point", torch.zeros_like(scales))
         blocks = numbers.float().unflatten(1, (scales.shape[1], -1))
         weights: torch.Tensor = ((blocks - zeros.float()[..., None]) * scales[..., None]).flatten(1)

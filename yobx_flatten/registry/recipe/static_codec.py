@@ -290,7 +290,7 @@ def check_spec(text: str) -> None:
             name = factory.get("default_factory_name")
             is_built_in = isinstance(name, str) and name in _FACTORIES
             if not is_built_in or factory.get("default_factory_module") != "builtins":
-                raise StaticDataError("A tree spec has a defaultdict whose default factory is not a built-in type.")
+                raise StaticDataError(f"A stored defaultdict must have a built-in default_factory, found {name!r}.")
         for part in _dicts(context):
             if "__enum__" in part:
                 find_named(part.get("fqn"), "enum")

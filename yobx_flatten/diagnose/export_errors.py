@@ -22,7 +22,7 @@ from ..errors.failures import result_or
 from ..registry.recipe.aliases import DynamicShapes
 from ..trees.walk import class_name, torch_leaves
 from .opaque import Remedy, find_unregistered, remedy_for
-from .size_errors import LAST_ROWS, PROGRAM_ROWS, SIZE_ROWS, Explanation, Failure, Row, fixed, place_of
+from .size_errors import LAST_ROWS, PROGRAM_ROWS, SIZE_ROWS, TORCH, Explanation, Failure, Row, fixed, place_of
 
 
 def _old_tracer(failure: Failure, found: re.Match[str]) -> Explanation:
@@ -200,19 +200,16 @@ def _not_registered_when_loaded(failure: Failure, found: re.Match[str]) -> Expla
     )
 
 
-_TORCH = os.path.dirname(torch.__file__)
-
-
 def _looks_at_values(failure: Failure, found: re.Match[str]) -> Explanation:
     places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)(?:\n {4,}(\S.*))?', failure.message)
-    own = [place for place in places if not place[0].startswith(_TORCH)]
+    own = [place for place in places if not place[0].startswith(TORCH)]
     where = place_of(failure.error)  # the traceback has more details than the message
     if not where and own:
         file, line, function, code = own[-1]
         where = f" in {function}, {file}:{line}{': ' + code.strip() if code else ''}"
     elif not where:
         caused = re.search(r"Caused by: .*?\(?([\w./\\-]+\.py):(\d+) in (\w+)", failure.message)
-        if caused is not None and not os.path.exists(os.path.join(_TORCH, caused[1])):
+        if caused is not None and not os.path.exists(os.path.join(TORCH, caused[1])):
             where = f" in {caused[3]}, {caused[1]}:{caused[2]}"
     return Explanation(
         f"The code branches on the value of a tensor{where}\nAn exported program takes the same path for every "

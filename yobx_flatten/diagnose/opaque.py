@@ -294,9 +294,6 @@ def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError 
     return None
 
 
-# -- draw a nested object ----------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class DrawingRow:
     """One line of a drawing that :func:`explain` returns.

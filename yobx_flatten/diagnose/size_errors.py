@@ -146,17 +146,17 @@ SIZE_ROWS: list[Row] = [
 ]
 
 
-_TORCH = os.path.dirname(torch.__file__)
+TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 def place_of(error: BaseException) -> str:
     """Return the last line of a model's code in a traceback, such as ``" in forward, model.py:12: x"``; else ``""``."""
     rows = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    inside = [number for number, (code, _) in enumerate(rows) if code.co_filename.startswith((_TORCH, _OURS))]
+    inside = [number for number, (code, _) in enumerate(rows) if code.co_filename.startswith((TORCH, _OURS))]
     # the frames above torch's first frame belong to the code that called the export
     below = rows[inside[0] :] if inside else []
-    own = [row for row in below if not row[0].co_filename.startswith((_TORCH, _OURS, "<"))]
+    own = [row for row in below if not row[0].co_filename.startswith((TORCH, _OURS, "<"))]
     if not own:
         return ""
     code, line = own[-1]

@@ -110,8 +110,6 @@ class Pictures:
 
 
 # Positions of tokens, pictures and videos in time, height and width (M-RoPE), as Qwen2-VL counts them.
-
-
 def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Pictures], merge: int) -> torch.Tensor:
     """Return the M-RoPE positions of prompt tokens (time, height and width), of shape (3, batch, length)."""
     # mask: integers of the same shape, 0 where a row is padded
@@ -154,9 +152,6 @@ class _Left:
             )
         axes = [(torch.arange(time) * spacing).long(), torch.arange(height), torch.arange(width)]
         return torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1), max(height, width)
-
-
-# Order the features of tiles in a prompt as transformers does (LLaVA-NeXT).
 
 
 TILED: Mapping[str, str] = {
@@ -231,9 +226,6 @@ class Tiles:
         with damage_as(GenerationError, "config.json"):
             config = getattr(transformers, f"{name}Config").from_dict(dict(self.config))
         return config, getattr(transformers, f"{name}Model").pack_image_features
-
-
-# The inputs that a generation loop feeds to a file, and an empty cache for it.
 
 
 # Leaves of a cache that are empty or zero before the first token: a convolution pads with zeros, and a recurrence

@@ -204,9 +204,6 @@ class StateDecoder(torch.nn.Module):
         return {"logits": found.logits, "cache": cache_of(found)}
 
 
-# The length from which the rotary embeddings of a model use different frequencies.
-
-
 def switch_of(config: Mapping[str, Any]) -> int | None:
     """Return the number of tokens above which a model's rotary angles change; ``None`` if they never change.
 

@@ -22,10 +22,8 @@ Reader = Callable[[], torch.Tensor]
 
 
 class _LayerWeights:
-    # readers: by name of the weight in the layer
-
     def __init__(self, layer: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
-        self.readers = readers
+        self.readers = readers  # by name of the weight in the layer
         self.is_paused = False
         self._calls = 0  # a layer may call itself
         self._dropped: list[tuple[dict[str, Any], str, Any]] = []

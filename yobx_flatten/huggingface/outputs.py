@@ -118,9 +118,6 @@ def unflatten_base_model_output(
     return output_type(**dict(zip(context, values, strict=True)))
 
 
-# -- transformers ----------------------------------------------------------------------------------------------------
-
-
 def output_recipes() -> dict[type, Recipe | None]:
     recipes: dict[type, Recipe | None] = {}
     # no instance exists before the module is imported, and the import registers 70 classes permanently
@@ -204,8 +201,6 @@ def _is_plain_output(cls: type) -> bool:
 
 _DATACLASSES = ModelClasses(_is_plain_output)
 
-
-# -- diffusers -------------------------------------------------------------------------------------------------------
 
 # diffusers registers its outputs with torch without keys, so that an exported program cannot name its outputs. The
 # flatten functions here add the keys. Names and static parts are stored as diffusers' registration stores them: a

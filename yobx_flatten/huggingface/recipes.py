@@ -345,7 +345,6 @@ def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
 _STANDARD = {"layers", "layer_class_to_replicate", "offloading", "only_non_sliding", "prefetch_stream", PLACEHOLDERS}
 _OWN = "cache="
 
-
 _RECIPES: dict[type, Recipe] = {}
 
 
@@ -367,9 +366,6 @@ def _recipe_of_cache(cls: type) -> Recipe | None:
         recipe = Recipe(cls, *functions, prefix + short, REMEDY, axes=axes_of_leaf, label=label_of_leaf)
         recipe = _RECIPES.setdefault(cls, recipe)  # one for all threads
     return recipe
-
-
-# -- subclasses of Cache ---------------------------------------------------------------------------------------------
 
 
 def _cache_functions(cls: type) -> tuple[Flatten, Unflatten]:
@@ -418,9 +414,6 @@ def _builder_of(name: str) -> StateBuilder:
     return StateBuilder(read_template(name.removeprefix(_OWN)))
 
 
-# -- caches that are not a Cache -------------------------------------------------------------------------------------
-
-
 def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
     new: Any = builtin_base(cls).__new__  # `KVSharingDict` is a dict
 
@@ -432,9 +425,6 @@ def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
         return rebuild_by_attributes(cls, _builder_of(context[0]), iter(values), 0, new)
 
     return flatten, unflatten
-
-
-# -- the classes -----------------------------------------------------------------------------------------
 
 
 def _is_plain_cache(cls: type) -> bool:

@@ -54,7 +54,6 @@ from .rewrite.graph import Nodes, copy_type, text_of_size
 
 logger = logging.getLogger("yobx_flatten")
 
-
 _SHOWN = 4
 """Largest number of size constraints that a note of a report lists; models with image windows have very many."""
 
@@ -306,7 +305,6 @@ def _guard(
 
 _COMPARISONS = {"==": "Equal", "!=": "Equal", "<=": "LessOrEqual", "<": "Less"}
 _OPERATORS = {"+": "Add", "*": "Mul", "%": "Mod", "max": "Max", "min": "Min"}
-
 
 _TRIES = 3
 

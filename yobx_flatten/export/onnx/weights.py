@@ -286,9 +286,6 @@ def _search(
     return numbers, (numbers * above).sum(1) / numpy.where(square == 0, 1, square)  # least squares
 
 
-# Add quantized matrices to an ONNX graph, read embedding rows of them, and split activations by magnitude.
-
-
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:
     bits: int

@@ -106,9 +106,6 @@ def hold_length_leaf(layers: list[Any]) -> None:
             held.update(dict.fromkeys((name for name in LENGTHS if type(held.get(name)) is int), values[-1]))
 
 
-# -- flatten ---------------------------------------------------------------------------------------------------------
-
-
 def _read_row(
     kind: LayerKind, layer: CacheLayer, index: int, values: list[Any], names: list[str]
 ) -> tuple[str, list[Any]]:
@@ -183,9 +180,6 @@ def _check_agreement(expected: Length, found: Length, place: str, code: str) -> 
             f"The layers of this cache have seen different numbers of tokens: {expected} and, in {place} ({code}), "
             f"{found}. Generation cannot continue from this cache: fill every layer with the same number of tokens."
         )
-
-
-# -- unflatten -------------------------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):

@@ -123,8 +123,6 @@ def _called_as(version: Function, original: Function) -> Function:
     return call
 
 
-# -- cache layers -----------------------------------------------------------------------------------------------------
-
 # - In a sliding layer that has `kept` keys after `seen` tokens, the attention of `new` tokens covers `kept + new` keys
 #   from position `seen - kept`. The layer then keeps the last `window - 1` keys, or all keys if there are fewer.
 # - A static sliding layer returns the last `window - 1` keys it has seen, the new keys, and its unused capacity.
@@ -155,9 +153,6 @@ def layer_replacements() -> Iterator[Replacement]:
     linear = getattr(cache_utils, "LinearAttentionLayer", None)
     if linear is not None and "conv_kernel_size" in inspect.signature(linear.update_conv_state).parameters:
         yield linear, "update_conv_state", _update_conv_state
-
-
-# -- layers that grow ------------------------------------------------------------------------------------------------
 
 
 def _sliding_update(
@@ -237,8 +232,6 @@ def _without_new_tensors() -> Iterator[None]:
         yield
 
 
-# -- layers of fixed size --------------------------------------------------------------------------------------------
-
 # A static sliding layer with 4 slots (a-d) and new keys (x, y): the keys that it returns and the keys that it keeps:
 #
 #   seen  slots    new   shown        kept
@@ -292,9 +285,6 @@ def _static_init(original: Function) -> Function:
         self.cumulative_length = torch.zeros((), dtype=torch.int64)  # an operator of the graph, not a constant
 
     return __init__
-
-
-# -- linear attention ------------------------------------------------------------------------------------------------
 
 
 def _update_conv_state(original: Callable[..., Tensor]) -> Function:

@@ -143,8 +143,6 @@ def _longcat_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
 
 # Trace models that call their layers in a loop, where only the last call writes the cache.
-
-
 @traceable
 def _past_of_the_window(
     again: Callable[..., tuple[Tensor, Tensor]],
@@ -235,8 +233,6 @@ def _caches_have(*methods: str) -> bool:  # transformers 5.23 added these method
     return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in methods)
 
 
-# -- mamba -----------------------------------------------------------------------------------------------------------
-
 # Models of the first Mamba have two branches: one new token continues from the state, several tokens start from zero
 # ("initial hidden state is not supported by the kernel path"). Both branches are one scan here, from the state or from
 # zero. torch assumes that a dynamic size is 2 or more and drops comparisons with 1, so the number of tokens is read
@@ -313,9 +309,6 @@ def _mamba_selective_scan(
     return (outputs, states[-1]) if return_last_state else outputs
 
 
-# -- minimax ---------------------------------------------------------------------------------------------------------
-
-
 @replacement
 def _minimax_lightning_attention(original: Function) -> Function:
     # The original loops over the new tokens, or over blocks of them. The decay between two tokens depends on their
@@ -358,9 +351,6 @@ def _minimax_lightning_attention(original: Function) -> Function:
         return output, state
 
     return forward
-
-
-# -- zaya ------------------------------------------------------------------------------------------------------------
 
 
 @replacement

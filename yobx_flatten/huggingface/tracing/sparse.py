@@ -19,8 +19,6 @@ from torch import Tensor
 from ...registry.recipe.aliases import CacheLayer, Size, TransformersCache
 from .layers import Function, Make, traceable
 
-# -- deepseek v4 -----------------------------------------------------------------------------------------------------
-
 
 def prepare_compressed(layer: CacheLayer) -> None:
     """Enlarge the tensors of a DeepSeek V4 cache layer, since a trace would fix sizes of 0 and 1."""
@@ -156,9 +154,6 @@ def _choice(
     return torch.where(chosen >= closed, -1, chosen)
 
 
-# -- qwen 4 ----------------------------------------------------------------------------------------------------------
-
-
 @traceable
 def _qsa_indexer(
     self: Any,
@@ -207,9 +202,6 @@ def _qsa_indexer(
     block = (number // ratio).unsqueeze(1).expand(-1, queries, -1)  # of each key; the last one may be incomplete
     chosen = F.pad(chosen, (0, 1)).gather(-1, block.clamp(0, count))
     return (visible & (chosen | (block >= complete))).unsqueeze(1)
-
-
-# -- longformer, led -------------------------------------------------------------------------------------------------
 
 
 class _Marked(threading.local):

@@ -148,8 +148,6 @@ TRANSFORMERS_TRACING = TransformersTracing()
 
 
 # Trace ``torch.arange`` that starts at a tensor: positions before transformers 5.1.
-
-
 _SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
 
 
@@ -180,8 +178,6 @@ class TensorRanges(TorchFunctionMode):
 
 
 # Trace rotary embeddings whose frequencies depend on the length (``"dynamic"``, ``"longrope"``).
-
-
 def _plain(forward: Function | None) -> Function | None:
     """Return the function inside transformers' decorator ``dynamic_rope_update``; ``None`` without this decorator."""
     while forward is not None:
@@ -228,8 +224,6 @@ def _by_length(original: Function) -> Function:
 
 
 # Trace attention masks with one code path for every length.
-
-
 def mask_replacements() -> Iterator[Replacement]:
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None:
@@ -296,8 +290,6 @@ def _broadcast_for_bhqkv(mask_function: Callable[..., Tensor], bh_indices: bool 
 
 
 # Apply the reversible patches of transformers' own exporters to the imported models.
-
-
 _MODULE = "transformers.exporters.exporter_dynamo"
 
 

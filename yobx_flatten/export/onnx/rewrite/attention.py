@@ -43,9 +43,6 @@ def fuse_attention(model: ir.Model) -> None:
         passes.RemoveUnusedNodesPass()(model)
 
 
-# -- the cache as an input -------------------------------------------------------------------------------------------
-
-
 def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
     """Change an ``Attention`` node so that it takes the KV cache as input, and appends new keys and values itself."""
     # returns: the new node; `None` if the node is unchanged
@@ -101,9 +98,6 @@ def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
                     seen.add(id(node))
                     ahead.append(node)
     return value in [attention.inputs[0], *attention.inputs[3:]]
-
-
-# -- attention in separate nodes -------------------------------------------------------------------------------------
 
 
 def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
@@ -199,8 +193,6 @@ def unrepeated(value: ir.Value) -> ir.Value:
         return value
     return given if heads[0] * heads[1] == heads[2] else value
 
-
-# -- tokens before heads ----------------------------------------------------------------------------------------------
 
 SWAP = (0, 2, 1, 3)
 """Permutation of axes from (batch, tokens, heads, size) to (batch, heads, tokens, size), and in reverse."""

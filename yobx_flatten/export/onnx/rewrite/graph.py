@@ -103,9 +103,6 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
     old.name, new.name = f"{name}_before", name
 
 
-# -- repairs ----------------------------------------------------------------------------------------------------------
-
-
 def repair_graph(model: ir.Model) -> None:
     # rename intermediate values that have the name of a graph input or output, such as `relu`
     graph = model.graph
@@ -160,9 +157,6 @@ def _rotates(node: ir.Node) -> bool:
     if node.op_type != "RotaryEmbedding" or node.domain not in ("", "ai.onnx"):
         return False
     return len(node.inputs) < 4 or node.inputs[3] is None
-
-
-# -- simplification ---------------------------------------------------------------------------------------------------
 
 
 def optimize_graph(model: ir.Model) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ..errors import BatchStructureError, CutError, CutRefusedWarning
-from .cutting.activations import PassedTensor, passed_tensors
 from .cutting.check import CutReport, Equivalence
-from .cutting.cut import Cut, cut
+from .cutting.cut import Cut, PassedTensor, cut, passed_tensors
 from .long_rows import LongRows
 from .loss.call_options import SmoothedLoss
 from .loss.sliced import chunked_cross_entropy

@@ -27,7 +27,7 @@ from ..batch.loss import WeightedLoss
 from ..batch.spec import TensorChunkSpec, sizes
 from ..batch.splitting import infer_batch_size, split
 from ..device.transfer import Static
-from ..errors import JoinError, SplitError
+from ..errors import ConfigError, JoinError, SplitError
 from ..pipeline.live import with_own_forwards
 from .adapters import model_inside
 from .cutting.caches import HeldCache, join_held, swapped
@@ -389,3 +389,75 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, outputs: list[PyTree]) -> 
         losses = [model_loss.without_auxiliary_loss(model, part) for part in parts]
     loss = model_loss.loss_of_batch(losses, items)
     return model_loss.with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
+
+
+class WholeBatchLoss:
+    """Computes the loss of a batch, including the auxiliary loss of experts, from the outputs of several processes."""
+
+    def __init__(
+        self, model: nn.Module, kwargs: Kwargs, loss_fn: Callable[..., Any], label: Any, merge: Any, *, as_tuple: bool
+    ) -> None:
+        if merge not in (None, True):
+            raise ConfigError(
+                "The auxiliary loss of the model is computed from the outputs of all rows, which must be joined in the "
+                "default way. Leave merge_output= out."
+            )
+        self._model, self._label, self._loss_fn, self._as_tuple = model, label, loss_fn, as_tuple
+        mask = kwargs.get("attention_mask")
+        self._mask: torch.Tensor | None = mask if isinstance(mask, torch.Tensor) else None
+        self._is_share, self._is_proven = gives_share(kwargs), is_proven(kwargs)
+        self._next_row = 0
+
+    def state(self, group: Sequence[PyTree]) -> dict[str, Any] | None:
+        """Return losses and router logits of a group of rows for other processes; ``None`` if the group has no rows."""
+        if not group:
+            return None
+        rows = sum(count for _, _, count in group)
+        first, self._next_row = self._next_row, self._next_row + rows
+        return {
+            **self._computed(group),
+            "items": [items for _, items, _ in group],
+            "mask": None if self._mask is None else self._mask[first : first + rows].reshape(1, -1),
+        }
+
+    def _computed(self, group: Sequence[PyTree]) -> dict[str, Any]:
+        parts = [output for output, _, _ in group]
+        with_losses = [part for part in parts if model_loss.loss_of(part) is not None]
+        losses = [model_loss.without_auxiliary_loss(self._model, part) for part in with_losses]
+        has_routers = all(getattr(part, "aux_loss", None) is not None for part in parts)
+        # one tensor per layer; `None` without an auxiliary loss
+        routers = _one_after_another([part.router_logits for part in parts]) if has_routers else None
+        return {"losses": losses, "routers": routers}
+
+    def compute(
+        self, groups: Sequence[Sequence[PyTree]], own: Sequence[int], stated: Sequence[dict[str, Any] | None]
+    ) -> tuple[Any, PyTree]:
+        here = [group for group in groups if group]
+        if not here:
+            return None, None
+        all_of: list[Any] = [None if one is None else dict(one) for one in stated]
+        for number, group in zip(own, groups, strict=True):
+            if group:  # the stated losses have no graph
+                all_of[number] |= self._computed(group)
+        found = [one for one in all_of if one is not None]
+        aux = None
+        if all(one["routers"] is not None for one in found):
+            masks = [one["mask"] for one in found]
+            mask = None if any(one is None for one in masks) else torch.cat(masks, 1)
+            aux = model_loss.auxiliary_loss_of(self._model, _one_after_another([one["routers"] for one in found]), mask)
+        outputs, _, counts = zip(*(output for group in here for output in group), strict=True)
+        joined = join_outputs(outputs, [float(rows) for rows in counts], counts)
+        if aux is not None:
+            joined["aux_loss"] = aux[0]
+        losses = [loss for one in found for loss in one["losses"]]
+        if losses:
+            items = [count for one in found for count in one["items"]]
+            model_loss.check_weights(items, is_share=self._is_share, is_proven=self._is_proven)
+            loss = model_loss.loss_of_batch(losses, items)
+            joined = model_loss.with_loss(joined, loss if aux is None else loss + aux[1])
+        output = joined.to_tuple() if self._as_tuple else joined
+        return self._loss_fn(output, self._label), output
+
+
+def _one_after_another(routers: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.cat(list(layers)) for layers in zip(*routers, strict=True))

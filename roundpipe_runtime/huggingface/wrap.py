@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import inspect
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from yobx_flatten.core.compare import relative_difference, tolerance
+from yobx_flatten.core.private_names.of_torch import pytree
+from yobx_flatten.errors.failures import result_or
 from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
+from yobx_flatten.registry.patches import AttributePatch
 from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
+from ..batch import entries
 from ..batch.loss_proof import LossWay
 from ..device.composite import check_copyable, stored_bytes
 from ..engine.config import RoundPipeRunConfig
@@ -22,15 +29,17 @@ from ..engine.loss_check import JoinedLossError
 from ..errors import REPLACED_FORWARD, ConfigError, CutError, CutRefusedWarning, warn
 from ..optim.parameters import resized_late
 from ..pipeline import RoundPipe
+from ..pipeline.live import OtherForward, with_own_forwards
 from ..pipeline.roundpipe import back_from, forward_backward_method
-from .adapters import model_inside
-from .batches import join_outputs, loss_fn_with_weight
+from .adapters import model_inside, random_tokens
+from .batches import WholeBatchLoss, loss_fn_with_weight
 from .call_ways import CutModel
+from .cutting.caches import cache_argument, home
+from .cutting.check import evaluating
 from .cutting.cut import Cut, cut, pieces_of, whole
 from .cutting.cut_plan import CannotJoinError
-from .generation import GenerationPath, forward_of, reason_for_host
 from .loss import own_loss as model_loss
-from .loss.call_options import CALL_OPTIONS, CallOptions, SmoothedLoss, gives_share, is_proven, smoothed_call
+from .loss.call_options import CALL_OPTIONS, CallOptions, SmoothedLoss, smoothed_call
 from .loss.own_loss import ShareOfOwnLoss, UnprovenLossError, has_labels, own_loss, rows_of_call, wants_tuple
 from .loss_proof import LossOfModel
 
@@ -406,73 +415,111 @@ class WrappedModel(CutModel):
         super().__setstate__(state)
 
 
-class WholeBatchLoss:
-    """Computes the loss of a batch, including the auxiliary loss of experts, from the outputs of several processes."""
-
-    def __init__(
-        self, model: nn.Module, kwargs: Kwargs, loss_fn: Callable[..., Any], label: Any, merge: Any, *, as_tuple: bool
-    ) -> None:
-        if merge not in (None, True):
-            raise ConfigError(
-                "The auxiliary loss of the model is computed from the outputs of all rows, which must be joined in the "
-                "default way. Leave merge_output= out."
-            )
-        self._model, self._label, self._loss_fn, self._as_tuple = model, label, loss_fn, as_tuple
-        mask = kwargs.get("attention_mask")
-        self._mask: torch.Tensor | None = mask if isinstance(mask, torch.Tensor) else None
-        self._is_share, self._is_proven = gives_share(kwargs), is_proven(kwargs)
-        self._next_row = 0
-
-    def state(self, group: Sequence[PyTree]) -> dict[str, Any] | None:
-        """Return losses and router logits of a group of rows for other processes; ``None`` if the group has no rows."""
-        if not group:
-            return None
-        rows = sum(count for _, _, count in group)
-        first, self._next_row = self._next_row, self._next_row + rows
-        return {
-            **self._computed(group),
-            "items": [items for _, items, _ in group],
-            "mask": None if self._mask is None else self._mask[first : first + rows].reshape(1, -1),
-        }
-
-    def _computed(self, group: Sequence[PyTree]) -> dict[str, Any]:
-        parts = [output for output, _, _ in group]
-        with_losses = [part for part in parts if model_loss.loss_of(part) is not None]
-        losses = [model_loss.without_auxiliary_loss(self._model, part) for part in with_losses]
-        has_routers = all(getattr(part, "aux_loss", None) is not None for part in parts)
-        # one tensor per layer; `None` without an auxiliary loss
-        routers = _one_after_another([part.router_logits for part in parts]) if has_routers else None
-        return {"losses": losses, "routers": routers}
-
-    def compute(
-        self, groups: Sequence[Sequence[PyTree]], own: Sequence[int], stated: Sequence[dict[str, Any] | None]
-    ) -> tuple[Any, PyTree]:
-        here = [group for group in groups if group]
-        if not here:
-            return None, None
-        all_of: list[Any] = [None if one is None else dict(one) for one in stated]
-        for number, group in zip(own, groups, strict=True):
-            if group:  # the stated losses have no graph
-                all_of[number] |= self._computed(group)
-        found = [one for one in all_of if one is not None]
-        aux = None
-        if all(one["routers"] is not None for one in found):
-            masks = [one["mask"] for one in found]
-            mask = None if any(one is None for one in masks) else torch.cat(masks, 1)
-            aux = model_loss.auxiliary_loss_of(self._model, _one_after_another([one["routers"] for one in found]), mask)
-        outputs, _, counts = zip(*(output for group in here for output in group), strict=True)
-        joined = join_outputs(outputs, [float(rows) for rows in counts], counts)
-        if aux is not None:
-            joined["aux_loss"] = aux[0]
-        losses = [loss for one in found for loss in one["losses"]]
-        if losses:
-            items = [count for one in found for count in one["items"]]
-            model_loss.check_weights(items, is_share=self._is_share, is_proven=self._is_proven)
-            loss = model_loss.loss_of_batch(losses, items)
-            joined = model_loss.with_loss(joined, loss if aux is None else loss + aux[1])
-        output = joined.to_tuple() if self._as_tuple else joined
-        return self._loss_fn(output, self._label), output
+# ``generate`` runs through the pipeline if a trial gives the model's results.
+_PROMPT, _PADDING = 5, 2
 
 
-def _one_after_another(routers: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.cat(list(layers)) for layers in zip(*routers, strict=True))
+def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
+    # `generate` calls the model itself, so only an attribute of the model can replace its forward
+    inner = model_inside(model)
+    other = OtherForward(forward, vars(inner).get("forward"))
+    return AttributePatch(vars(inner), "forward", functools.wraps(inner.forward, updated=())(other))
+
+
+def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
+    """Return the reason why a model cannot generate through its pipeline; ``None`` if a trial gives equal logits."""
+    if cut.report.is_whole:
+        return "it could not be split into layers"
+    if (cache := home(model_inside(cut.model))) is None:
+        return "it has no cache of a known class"
+    # a model may raise any error for a cache
+    with torch.no_grad(), evaluating(cut.model):
+        trial = functools.partial(_difference, cut.model, forward, cache)
+        return result_or(trial, lambda error: f"{type(error).__name__}: {error}")
+
+
+def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> str | None:
+    tokens = random_tokens(model, 2, _PROMPT + 1)
+    mask = torch.ones_like(tokens)
+    mask[0, :_PADDING] = 0
+    name = cache_argument(model)
+    assert name is not None  # the model accepts the cache
+    caches = (cache, copy.deepcopy(cache))
+    runs: tuple[Callable[..., Any], ...] = (forward, model)
+    for start, stop in ((0, _PROMPT), (_PROMPT, _PROMPT + 1)):
+        call = {"input_ids": tokens[:, start:stop], "attention_mask": mask[:, :stop], "use_cache": True}
+        found, expected = (
+            run(**call, **{name: held}).logits[:, -1].double() for run, held in zip(runs, caches, strict=True)
+        )
+        difference = relative_difference(expected, found)
+        if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
+            return f"with a cache, logits through the pipeline differ by {difference:.1e}"
+    return None
+
+
+_ROWS = 2  # of a trial
+
+
+class GenerationPath:
+    """Runs an encoder or an encoder-decoder in ``generate`` through a pipeline, which is created by the first call.
+
+    The model's own forward runs on the host if the pipeline fails, or if its outputs differ from the model's outputs.
+    """
+
+    def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
+        self.model, self._wrap, self._tried = model, wrap, False
+        self._pipeline: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with with_own_forwards(self.model):
+            bound = inspect.signature(self.model.forward).bind_partial(*args)
+            kwargs = {**bound.arguments, **kwargs}
+            if not self._tried:
+                self._tried = True
+                # the code of a model may raise any error
+                trial = functools.partial(self._reason_for_host, kwargs)
+                if (reason := result_or(trial, lambda error: f"{type(error).__name__}: {error}")) is not None:
+                    _LOG.info("%s runs on the host in generate: %s", type(self.model).__name__, reason)
+                    self.close()
+            return self.model.forward(**kwargs) if self._pipeline is None else self._pipeline.forward(**kwargs)
+
+    def close(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._pipeline = None
+
+    def _reason_for_host(self, kwargs: Kwargs) -> str | None:
+        """Create the pipeline; return the reason why it is not used, ``None`` if its outputs equal the model's."""
+        name, cache = name_in(kwargs), cache_of(kwargs)
+        rest = {key: value for key, value in kwargs.items() if key not in (name, "use_cache", "cache_position")}
+        tensors = [leaf for leaf in pytree.tree_leaves(rest) if isinstance(leaf, torch.Tensor)]
+        rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
+
+        def first(leaf: Any) -> Any:
+            is_cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+            return leaf[:_ROWS].clone() if is_cut else leaf  # a copy, because some models write into their arguments
+
+        example = {key: pytree.tree_map(first, value) for key, value in rest.items()}
+        made = cut(self.model, example, check=False)
+        if made.report.is_whole:
+            raise CutError(*made.report.refused[-1])
+        self._pipeline = self._wrap(made)
+        calls: list[dict[str, Any]] = [example]
+        with torch.no_grad(), evaluating(self.model):
+            held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2
+            if name is not None and cache is not None and entries.is_cache(cache) and not cache.get_seq_length():
+                held = [{name: copy.deepcopy(cache), "use_cache": True} for _ in range(2)]
+                calls.append({**example, "decoder_input_ids": example["decoder_input_ids"][:, -1:]})
+            for call in calls:
+                runs = zip((self._pipeline.forward, self.model.forward), held, strict=True)
+                found, expected = (_first_tensor(run(**call, **more)) for run, more in runs)
+                difference = relative_difference(expected, found)
+                if not difference <= tolerance("gradients", *(p.dtype for p in self.model.parameters())):
+                    return f"through the pipeline, its output differs by {difference:.1e}"
+        return None
+
+
+def _first_tensor(output: PyTree) -> torch.Tensor:
+    logits = output.get("logits") if isinstance(output, dict) else None
+    found: torch.Tensor = output[0] if logits is None else logits
+    return found.double()

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from yobx_flatten.core.private_names.of_torch import DisableTorchFunctionSubclass, TensorBase, make_wrapper_subclass
+from yobx_flatten.core.private_names.of_torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ...errors import CutError
 from ...pipeline.live import tensors_held, with_own_forwards
+from ..loss.lazy_logits import QUERIES_OF_FORM
 from .capture import collect_on_copy
 
 
@@ -205,13 +206,7 @@ class NeedsValue(BaseException):
 
 
 # Queries that a placeholder of known shape answers.
-_FORM = {
-    *(vars(TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.__len__,
-}
+_FORM = {*QUERIES_OF_FORM, torch.Tensor.__len__}
 # Functions that create a tensor with the shape, or the dtype and device, of another one.
 _OF_FORM = {
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),

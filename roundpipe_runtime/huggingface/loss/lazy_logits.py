@@ -35,7 +35,8 @@ on_tables(chunked_cross_entropy)(sliced_cross_entropy)
 
 _SMALL = 2**24  # logits with at most this many values (64 MB in float32) are computed by the model
 
-_FORM = {
+# Queries about a tensor that need no values.
+QUERIES_OF_FORM = {
     *(vars(TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
     torch.Tensor.size,
     torch.Tensor.dim,
@@ -110,7 +111,7 @@ class LazyLogits(torch.Tensor):
         is_in_place = name.endswith("_") and not name.endswith("__")
         if is_in_place or name == "__set__" or name == "__setitem__" or name in _IN_PLACE or "out" in kwargs:
             raise NotLazy
-        if func in _FORM:
+        if func in QUERIES_OF_FORM:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if (found := _lazy(func, args, kwargs)) is not None:

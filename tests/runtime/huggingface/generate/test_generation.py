@@ -13,9 +13,9 @@ from matrix.cut_cases import batch_of
 from matrix.models import make_model
 from roundpipe_runtime import RoundPipeRunConfig
 from roundpipe_runtime.errors import ConfigError
-from roundpipe_runtime.huggingface import WrappedModel, generation
+from roundpipe_runtime.huggingface import WrappedModel, wrap
 from roundpipe_runtime.huggingface.cutting.caches import HeldCache, home, join_held
-from roundpipe_runtime.huggingface.generation import forward_of, reason_for_host
+from roundpipe_runtime.huggingface.wrap import forward_of, reason_for_host
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.huggingface.cache_names import CACHE, argument_of, cache_of
@@ -355,7 +355,7 @@ def test_weights_of_the_last_step_generate():
 
 
 def test_a_route_that_differs_is_not_taken(monkeypatch, caplog):
-    monkeypatch.setattr(generation, "_first_tensor", lambda output: torch.rand(()).double())
+    monkeypatch.setattr(wrap, "_first_tensor", lambda output: torch.rand(()).double())
     pipeline, plain, inputs = encoder_pair("seq2seq:t5")
     with caplog.at_level(logging.INFO, logger="roundpipe_runtime"):
         found = pipeline.generate(**inputs, **OPTIONS)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from yobx_flatten.core.files.document import damage_as
+from yobx_flatten.errors.failures import result_or
 
 from ..device.disk import HOST_IN_MEMORY
 from ..device.worker import Uninterrupted, Worker, free_after_fork, is_done, noting, on_error, wait_for
@@ -393,9 +394,5 @@ def _undo_of(part: Any) -> Callable[[], None]:
         held = {"state": part.state, "param_groups": part.param_groups}
         return lambda: part.__setstate__(held)  # a wrapper of an optimizer may lack the method
     before = copy.deepcopy(part.state_dict())
-
-    def load_back() -> None:
-        with contextlib.suppress(Exception):  # `load_state_dict` may be the call that failed
-            part.load_state_dict(before)
-
-    return load_back
+    # `load_state_dict` may be the call that failed
+    return lambda: result_or(lambda: part.load_state_dict(before), lambda error: None)

@@ -91,12 +91,7 @@ def demo(
         found: dict[str, Any] = {"weights_bytes": needs.weights, "device_limit_bytes": LIMIT}
         for index, name in enumerate(("plain", "pipeline")):
             most, own = getattr(needs, name), [pair[index] for pair in losses]
-            found[name] = {
-                "device_bytes": most,
-                "fits": most <= LIMIT,
-                "losses": own,
-                "step_seconds": medians[index],
-            }
+            found[name] = {"device_bytes": most, "fits": most <= LIMIT, "losses": own, "step_seconds": medians[index]}
         say_json({**found, "largest_difference": largest})
     return int(not largest < TOLERANCE)  # also true for NaN
 
@@ -125,9 +120,6 @@ class _Block(nn.Module):
         x = x + self.attention(y, y, y, attn_mask=future, need_weights=False)[0]
         fed: torch.Tensor = self.feed(x)
         return x + fed
-
-
-# -- both ways to train ----------------------------------------------------------------------------------------------
 
 
 def _build() -> nn.Sequential:
@@ -198,9 +190,6 @@ def _timed(step: Callable[..., float], inputs: torch.Tensor, labels: torch.Tenso
     return loss, time.perf_counter() - start
 
 
-# -- terminal output -----------------------------------------------------------------------------------------------
-
-
 def _compare(console: Any, needs: Needs) -> None:
     weights = format_bytes(needs.weights)
     rows = [
@@ -218,9 +207,6 @@ def _compare(console: Any, needs: Needs) -> None:
         "4, 3 and 3:"
     )
     console.print(f"\n{'step':>4}  {'plain':>9}  {'pipeline':>9}  {'difference':>10}  loss", style="bold")
-
-
-# -- the memory that a device needs for training, with and without a pipeline ------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -101,9 +101,6 @@ def examine(folder: pathlib.Path = HERE) -> list[Check]:
     return [found for name, check in checks.items() for found in result_or(check, partial(broken, name))]
 
 
-# -- what is installed -----------------------------------------------------------------------------------------------
-
-
 def _versions() -> list[Check]:
     try:
         lines = importlib.metadata.requires(_PACKAGE) or []
@@ -127,9 +124,6 @@ def _version(name: str, lost: str, wanted: SpecifierSet) -> Check:
             line = f"If something fails, install that version: pip install '{name}<={untried.tried}'"
             return Check(name, "warning", f"{version}, newer than the newest tried ({untried.tried})", line)
     return Check(name, "ok", f"{version} (newest tried: {NEWEST_TRIED[name]})" if name in NEWEST_TRIED else version)
-
-
-# -- the machine -----------------------------------------------------------------------------------------------------
 
 
 def _accelerators() -> list[Check]:
@@ -197,9 +191,6 @@ def _speed_of_disk(folder: pathlib.Path) -> list[Check]:
         return [Check("speed of the disk", "warning", first_line(error), line)]
     found = f"it reads {format_bytes(rates.read)}/s and writes {format_bytes(rates.write)}/s"
     return [Check("speed of the disk", "ok", found)]
-
-
-# -- does it compute the right thing ---------------------------------------------------------------------------------
 
 
 def _training() -> list[Check]:

@@ -187,9 +187,6 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
     return PlannedTraining(made, hardware, optim_dtype=dtype_named(step.optim_dtype), **how)
 
 
-# -- the report, as a dict for JSON or as text of 80 columns ---------------------------------------------------------
-
-
 def as_dict(
     training: PlannedTraining, report: PlanReport, change: SettingsChange | None, *, rows: int, length: int
 ) -> dict[str, Any]:
@@ -283,9 +280,6 @@ def write_plan(
     return "\n".join(parts)
 
 
-# -- what is planned -------------------------------------------------------------------------------------------------
-
-
 def _model(training: PlannedTraining, report: PlanReport, *, is_small: bool) -> list[str]:
     parameters = list(training.model.parameters())
     count, trainable = count_weights(training.model), sum(p.numel() for p in parameters if p.requires_grad)
@@ -328,9 +322,6 @@ def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
             ["bottleneck", report.simulated.bottleneck],
         ]
     )
-
-
-# -- tables ----------------------------------------------------------------------------------------------------------
 
 
 def _tables(report: PlanReport) -> list[str]:
@@ -431,9 +422,6 @@ def _memory(report: PlanReport) -> list[str]:
         *([] if report.disk is None else [f"  The disk holds the rest: {format_bytes(report.disk.nbytes)}"]),
         *table([(name, format_bytes(size)) for name, size in of_host.items() if size], align="<>"),
     ]
-
-
-# -- times and verdict -----------------------------------------------------------------------------------------------
 
 
 def _time(report: PlanReport) -> list[str]:

@@ -25,20 +25,9 @@ from ..distributed.ranks.alarm import Alarm
 from ..errors import PlanError, RoundPipeError
 from ..fine_tune import ChatRows, EvalRecord, ModelSource, Rows, StepRecord, Tokenizer, Training
 from ..huggingface.quantize import count_weights
+from . import train_options
 from .option_objects import takes_options
-from .train_options import (
-    FileOptions,
-    LearningOptions,
-    ModelOptions,
-    StepOptions,
-    TextOptions,
-    dtype_named,
-    format_config,
-    read_by,
-    row_length,
-    settings_of,
-    source_of,
-)
+from .train_options import FileOptions, LearningOptions, ModelOptions, StepOptions, TextOptions
 
 
 @takes_options(what=ModelOptions, data=TextOptions, step=StepOptions, learning=LearningOptions, files=FileOptions)
@@ -61,7 +50,7 @@ def train(
     """
     if what.print_config:
         parts = {"Model": what, "Text": data, "A step": step, "Learning": learning, "What is written": files}
-        say(format_config(parts.items()))
+        say(train_options.format_config(parts.items()))
         return 0
     Alarm.patience = files.timeout
     stdout, job = sys.stdout, tuning.Job()
@@ -78,7 +67,7 @@ def train(
     replicas = step.replicas
     if files.resume and replicas is None and job.size == 1:
         replicas = tuning.stored_replicas(files.checkpoints(what.folder))
-    settings = settings_of(step, learning, replicas, files.report_to)
+    settings = train_options.settings_of(step, learning, replicas, files.report_to)
     pupil = _prepared(context, job, what, data, step, learning)
     steps = settings.total_steps(len(pupil.rows.training))
     kept = int(files.writes_last) if files.every is None else min(files.keep + 1, steps // files.every)
@@ -124,24 +113,22 @@ def _prepared(
     learning: LearningOptions,
 ) -> _Pupil:
     def read() -> tuple[ModelSource, tuning.Lora | None, Tokenizer, Rows]:
-        source = dataclasses.replace(source_of(what.name), unmatched_weights=step.unmatched_weights)
-        adapters = None
-        if source.has_weights:
-            adapters = None if learning.lora is None else tuning.Lora.parse(learning.lora)
-        elif learning.lora is not None:
+        source = dataclasses.replace(train_options.source_of(what.name), unmatched_weights=step.unmatched_weights)
+        if not source.has_weights and learning.lora is not None:
             raise UserError(
                 f"{source.name} has random weights, so adapters would be useless. Name a folder with weights, "
                 "or leave --lora out"
             )
-        elif learning.quantize_aware != "none":
+        if not source.has_weights and learning.quantize_aware != "none":
             raise UserError(
                 f"{source.name} has random weights, and --quantize-aware does not train its embedding. Name a folder "
                 "with weights, or leave --quantize-aware out"
             )
+        adapters = None if learning.lora is None else tuning.Lora.parse(learning.lora)
         tokenizer = tuning.load_tokenizer(source, data.tokenizer)
-        source = read_by(source, tokenizer)
+        source = train_options.read_by(source, tokenizer)
         split: Any = {"eval_share": data.eval_share, "seed": learning.seed, "vocab_size": source.vocab_size}
-        split["length"] = row_length(source, data.length)
+        split["length"] = train_options.row_length(source, data.length)
         names = [*(data.chat or data.text or []), *what.more_text]
         if not data.chat:
             return source, adapters, tokenizer, tuning.read_blocks(names, tokenizer, field=data.field, **split)
@@ -277,7 +264,7 @@ def _learner(
     source: ModelSource, adapters: tuning.Lora | None, step: StepOptions, learning: LearningOptions
 ) -> nn.Module:
     quantize, aware = None if learning.quantize == "none" else learning.quantize, learning.quantize_aware
-    dtype = dtype_named("float32" if aware != "none" and step.dtype == "auto" else step.dtype)
+    dtype = train_options.dtype_named("float32" if aware != "none" and step.dtype == "auto" else step.dtype)
     learner = source.load(dtype=dtype, seed=learning.seed, quantize=quantize, host=step.host)
     if aware != "none":
         return tuning.quantize_aware(learner, aware, lora=adapters, seed=learning.seed)
@@ -290,13 +277,9 @@ def _line(record: StepRecord | EvalRecord, steps: int) -> str:
         return f"{place}held-out loss {record.eval_loss:.4f}"
     memory = [] if record.process_bytes is None else [format_bytes(record.process_bytes)]
     memory += [] if record.device_bytes is None else [f"device {format_bytes(record.device_bytes)}"]
-    words = [
-        f"loss {record.loss:.4f}",
-        f"{record.tokens_per_s:,.0f} tokens/s",
-        ", ".join(memory),
-        f"lr {record.lr:.2e}",
-    ]
-    return place + "  ".join([*words, *([] if record.grad_norm is None else [f"gradient {record.grad_norm:.3g}"])])
+    words = [f"loss {record.loss:.4f}", f"{record.tokens_per_s:,.0f} tokens/s", ", ".join(memory)]
+    words += [f"lr {record.lr:.2e}", *([] if record.grad_norm is None else [f"gradient {record.grad_norm:.3g}"])]
+    return place + "  ".join(words)
 
 
 def _described(rows: Rows, tokenizer: Tokenizer) -> str:

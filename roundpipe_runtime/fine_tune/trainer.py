@@ -82,8 +82,6 @@ class TextTrainer(RoundPipeTrainer):
     def microbatches(self, number: int) -> None:
         self._rp_config = RoundPipeRunConfig(num_microbatch=number, keep_parameters=self.settings.keep_parameters)
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def _get_train_sampler(self, *args: Any) -> Sampler[int]:
         return self._order(self.args.max_steps * self.settings.accumulate * self.settings.batch)
 
@@ -124,8 +122,6 @@ class TextTrainer(RoundPipeTrainer):
                 logs["device_bytes"] = peak
         super().log(logs, *args, **options)
 
-    # -- evaluation --------------------------------------------------------------------------------------------------
-
     def get_eval_dataloader(self, eval_dataset: object = None) -> DataLoader[Any]:
         """Return the evaluation batches of this process; all processes together evaluate all held-out rows."""
         size: int = self.args.per_device_eval_batch_size
@@ -157,8 +153,6 @@ class TextTrainer(RoundPipeTrainer):
         self.pipeline.train(was_training)
         self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         return float(output.loss), int((batch["labels"][:, 1:] != -100).sum())
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self) -> str:
         self._save_checkpoint(self.model, None)

@@ -182,8 +182,6 @@ class Training:
         self.pipeline.close()
         self.optimizer.state.clear()
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = 3) -> str:
         """Write a checkpoint, from which :meth:`restore` continues bitwise identically.
 

@@ -138,9 +138,6 @@ class ReadinessTable:
             self._failure = error
             self._changed.notify_all()
 
-    def hold(self, version: int) -> None:
-        self._each(self._layers, lambda state: state.hold(version))
-
     def hold_latest(self) -> int:
         """Keep the latest version of all layers readable for a pipeline call that begins now; return this version."""
         with self._changed:

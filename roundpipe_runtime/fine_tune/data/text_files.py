@@ -139,9 +139,6 @@ def _iconv(encoding: str, path: pathlib.Path) -> str:
     return f"Convert it: iconv -f {encoding} -t UTF-8 {path} > {path.with_suffix(f'.utf8{path.suffix}')}"
 
 
-# -- rows of JSON and of datasets --------------------------------------------------------------------------------------
-
-
 def read_rows(path: pathlib.Path, wanted: str, field: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the place (``FILE:LINE``, or ``FILE, row NUMBER``) and the value of each row."""
     # wanted: sentence for errors about the form of a row

@@ -322,7 +322,7 @@ def test_what_the_rules_forbid_raises(wrong):
 def test_a_writer_waits_for_the_run_that_holds_the_version():
     table = ReadinessTable(1)
     order = []
-    table.hold(0)
+    assert table.hold_latest() == 0
     writer = threading.Thread(target=table.write, args=(0, 1, lambda: order.append("written")))
     reader = threading.Thread(target=lambda: (table.start_read(0, 1), order.append("read"), table.end_read(0)))
     writer.start()

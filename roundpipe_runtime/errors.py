@@ -143,10 +143,10 @@ def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
 def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> DistributedError:
     # stopped: seconds that the other ranks did not answer; 0 if their processes have ended
     who = f"Rank {', '.join(map(str, ranks))} is" if ranks else "A rank is"
-    what = f"it was stopped (SIGSTOP) or did not answer for {stopped:.0f} s" if stopped else "the process ended"
+    what = f"was stopped (SIGSTOP) or did not answer for {stopped:.0f} s" if stopped else "ended"
     return DistributedError(
-        f"{who} gone: {what}, or its network failed ({cause}). The other ranks cannot continue without it. Start again "
-        "from the newest checkpoint; torchrun does so automatically:\n"
+        f"{who} gone: its process {what}, or its network failed ({cause}). The other ranks cannot continue. Start "
+        "again from the newest checkpoint; torchrun does so automatically:\n"
         "    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts=3 ... train.py\n"
         "Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE, restarted workers read outdated addresses from torchrun's store."
     )
@@ -243,10 +243,10 @@ def mixes_rows_forward(layer: nn.Module, number: int) -> SplitError:
 
 def mixes_rows_backward(layer: nn.Module, number: int) -> SplitError:
     return SplitError(
-        f"The batch is split along axis 0, and layer {number} ({type(layer).__name__}), or one after it, mixes rows in "
-        "its backward: the gradients for some rows together are not the sum of those for the same rows in two parts. "
-        "Causes are scale_grad_by_freq=True, a division by the number of rows, or detach() of some rows. Results would "
-        "depend on the split. Run the batch as one microbatch:\n"
+        f"The batch is split along axis 0, but the backward of layer {number} ({type(layer).__name__}) or of a later "
+        "layer mixes rows: the gradients of two parts do not add up to those of the whole, so results would depend on "
+        "the split. Causes are scale_grad_by_freq=True, a division by the number of rows, or detach() of some rows. "
+        "Run the batch as one microbatch:\n"
         "    RoundPipeRunConfig(num_microbatch=1)"
     )
 

@@ -110,7 +110,7 @@ def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None
         if rule is not None and rule.dim not in (None, 0):
             raise SplitError(
                 f"{path}: the rule is TensorChunkSpec({rule.dim}), but a BlockMask is split along its batch, axis 0, "
-                "or passed whole to every microbatch."
+                "or passed whole to every microbatch:\n    TensorChunkSpec(0)\n    Replicate"
             )
         axis = 0 if rule is None else rule.dim
         # a mask with a single row broadcasts over the batch
@@ -245,7 +245,7 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
             continue
         if len(entry.value) != len(rows):
             raise SplitError(
-                f"{entry.path} has {len(entry.value)} microbatches, but {whose} made {len(rows)} microbatches."
+                f"{entry.path} has {len(entry.value)} microbatches, but {whose} made {len(rows)}. Make both equal."
             )
         own = entry.stated or entry.counted
         if own is None or None in rows or own == tuple(rows):

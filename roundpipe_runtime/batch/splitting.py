@@ -195,7 +195,7 @@ def _rows(
         rows = list(found.pop())
     elif found and not apart:
         several = [list(one) for one in sorted(found)]
-        raise SplitError(f"{paths} are split into different numbers of rows per microbatch: {several}.")
+        raise SplitError(f"{paths} have different numbers of rows per microbatch: {several}. Make all of them equal.")
     elif count == 1:
         rows = [batch]
     elif apart and batch is not None:
@@ -386,8 +386,8 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
         without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
         raise SplitError(
             f"Tensors with a batch axis have different numbers of rows: {_format_sizes(known)}. Slice or repeat these "
-            "tensors to the same number of rows before the call. Different numbers of rows are allowed only "
-            f"if every tensor has a rule: also pass rules (TensorChunkSpec) for {', '.join(without)}."
+            "tensors to the same number of rows before the call. Or split each tensor for itself: in split_input and "
+            f"split_label, also pass TensorChunkSpec(axis) for {', '.join(without)}."
         )
     of_inputs = _sizes([e for e in inputs if not e.is_known])
     of_labels = _sizes([e for e in labels if not e.is_known])

@@ -379,7 +379,7 @@ def check_host_option(host: str, update: str) -> None:
     try:
         disk_folder(host)
     except ConfigError as error:
-        raise UserError(f"--host is memory or disk:DIR, found {host!r}") from error
+        raise UserError(f"--host must be memory or disk:DIR, found {host!r}") from error
     if update != "masters" and host != HOST_IN_MEMORY:
         raise UserError(f"--update {update} needs all weights in memory. Leave --host {host} out")
 
@@ -404,10 +404,10 @@ def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathl
     try:
         text = read_text(path, failure=UserError, most=_LARGEST)
     except OSError as error:
-        raise UserError(f"--config {path}: it cannot be read: {error}") from error
+        raise UserError(f"--config {path} cannot be read: {error}") from error
 
     def refused(error: BaseException) -> UserError:
-        return UserError(f"--config {path}: it is not YAML: {' '.join(str(error).split())[:200]}")
+        return UserError(f"--config {path} is not YAML: {' '.join(str(error).split())[:200]}")
 
     with raised_as(refused, UserError):  # conversions to dates and numbers raise errors of Python
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):

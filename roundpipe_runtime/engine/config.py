@@ -91,7 +91,7 @@ class RoundPipeRunConfig:
         (4, 'mean')
         """
         if not isinstance(defaults, RoundPipeRunConfig):
-            raise ConfigError(f"Expected a RoundPipeRunConfig, found {type(defaults).__qualname__}.")
+            raise ConfigError(f"model_run_config must be a RoundPipeRunConfig, found {type(defaults).__qualname__}.")
         names = [field.name for field in dataclasses.fields(self)]
         return RoundPipeRunConfig(**{n: getattr(self if getattr(self, n) is not None else defaults, n) for n in names})
 

@@ -261,7 +261,7 @@ class LossChecks:
     def warn(self) -> None:
         if self._unclear is not None:
             warn(
-                f"It could not be checked that the loss is the same for any split of a batch: {self._unclear} If the "
+                f"RoundPipe could not check whether the loss depends on how a batch is split: {self._unclear} If the "
                 "loss compares rows with each other, or selects rows, write:\n    "
                 'RoundPipeRunConfig(loss_reduction="joined")',
                 RoundPipeWarning,

@@ -121,8 +121,8 @@ class RowCheck:
             if self._failures[kind] == 2:  # at the second call with similar inputs
                 self._shown.add(kind)
                 errors.warn(
-                    "It could not be checked that the layers compute each row by itself, as they do not run on part of "
-                    f"the batch: {reason}. If layers mix rows, run the batch as one microbatch:\n"
+                    "RoundPipe could not check whether layers mix rows of a batch, as they do not run on part of the "
+                    f"batch: {reason}. If they do, run the batch as one microbatch:\n"
                     "    RoundPipeRunConfig(num_microbatch=1)",
                     RoundPipeWarning,
                 )

@@ -298,7 +298,7 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
     for name, value in expected.items():
         if name not in found or not torch.equal(found[name].cpu(), value.cpu()):
             raise FineTuneError(
-                f"The saved weight {name} differs after loading. The model was not written; its checkpoint is kept."
+                f"The saved weight {name} differs after loading, so no model was written. The checkpoint is kept."
             )
 
 

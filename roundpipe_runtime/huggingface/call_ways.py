@@ -125,8 +125,8 @@ class CutModel(RoundPipe):
                 return way
             raise LossError(
                 "The model got labels and computed a loss, but loss_fn does not return a multiple of that loss, or "
-                "this process has too few rows to check it. Each process has its own rows, so the loss cannot be "
-                "computed from all rows. Give labels to loss_fn only; loss_fn is then checked alone:\n"
+                "this process has too few rows to check it. Such a loss would need all rows, but each process has only "
+                "its own. Give labels to loss_fn only:\n"
                 "    forward_backward(input_kwargs=without_labels, label=labels, loss_fn=loss_fn)"
             )
         if proof.way in ("items", "rows", "sum"):
@@ -265,6 +265,6 @@ class CutModel(RoundPipe):
             )
         cut, joined = config.split_input, functools.partial(batches.merge_with_cache, cache, merge)
         if cut is not None and not callable(cut):
-            raise ConfigError("With a KV cache, split_input must be a function of args, kwargs and a count.")
+            raise ConfigError("With a KV cache, pass a function: split_input=lambda args, kwargs, count: ...")
         config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))
         return {**kwargs, name: HeldCache(cache)}, config

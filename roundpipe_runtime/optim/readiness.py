@@ -73,7 +73,7 @@ class LayerReadiness:
 
 def _require(allowed: bool, problem: str, layer: LayerReadiness) -> None:
     if not allowed:
-        raise StageError(f"readiness of a layer: {problem}. Found {layer}.")
+        raise StageError(f"Parameter versions of a layer: {problem}. Found {layer}.")
 
 
 class ReadinessTable:

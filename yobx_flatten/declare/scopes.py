@@ -103,7 +103,7 @@ def register_class_flattening(
             with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also after Ctrl-C during the check
                 sample = f_check()
                 if sample is False:
-                    raise RoundTripError(f"f_check of {cls.__qualname__} returned False. Return an instance to check.")
+                    raise RoundTripError(f"f_check must return an instance of {cls.__qualname__}, but returned False.")
                 if sample is not None and sample is not True:
                     check_round_trip(recipe, sample)
         is_new = claim is not None

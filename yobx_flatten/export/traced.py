@@ -300,7 +300,7 @@ def _in_graph(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[str]
     """Return the names of inputs (or outputs) that are in the graph, and the values of constant inputs by name."""
     if len(names) != len(arguments):
         raise errors.FlattenError(
-            f"The program's signature has {len(arguments)} entries for {len(names)} leaves: {names}."
+            f"The program has {len(arguments)} inputs or outputs, but {len(names)} names: {names}. Export it again."
         )
     rows = zip(names, arguments, strict=True)
     constants = {name: arg.value for name, arg in rows if isinstance(arg, ConstantArgument)}

@@ -290,8 +290,8 @@ class Generator:
                 )
         elif asks:
             raise InvalidArgumentError(
-                "language=, task= and return_timestamps= are for Whisper with input_features=, whose "
-                "generation_config.json has languages (lang_to_id) and timestamps (no_timestamps_token_id)."
+                "language=, task= and return_timestamps= work only with input_features=, and a Whisper whose "
+                "generation_config.json has lang_to_id or no_timestamps_token_id. Leave them out."
             )
         token = given.get("forced_bos_token_id")
         if token is not None and (type(token) is not int or token < 0):

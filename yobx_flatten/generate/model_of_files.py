@@ -333,7 +333,7 @@ class FileModel(ModelWithoutWeights):
         if "encoder_attention_mask" in decoder.ports and mask.shape != hidden.shape[:2]:
             raise InvalidArgumentError(
                 f"attention_mask has shape {tuple(mask.shape)}, but the encoder's input has "
-                f"{tuple(hidden.shape[:2])}. Pass a mask of the input's shape, and leave prefill_chunk_size out."
+                f"{tuple(hidden.shape[:2])}. Pass a mask of this shape, and no prefill_chunk_size, which shortens it."
             )
         context = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
         if isinstance(encoder_outputs, Mapping):
@@ -359,7 +359,7 @@ class FileModel(ModelWithoutWeights):
         counted = cache.seen + torch.arange(tokens.shape[1])
         if given is not None and not torch.equal(given.cpu() + 0 * counted, counted.expand_as(given)):
             raise InvalidArgumentError(
-                f"{name}: {self.steps.parts.decoder.name} sets positions itself, from {cache.seen}. Leave {name} out."
+                f"{name}: {self.steps.parts.decoder.name} sets positions itself, from {cache.seen} on. Omit {name}."
             )
 
     def _begin(
@@ -427,8 +427,8 @@ def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
     if own is not None and issubclass(own, GenerationMixin) and own.generate is not GenerationMixin.generate:
         if not issubclass(own, transformers.WhisperForConditionalGeneration):
             raise GenerationError(
-                f"{own.__name__} has its own generate, which needs layers of the model. Call the generate of the model "
-                "itself, or open_generator(folder).generate(...) without further keywords."
+                f"{own.__name__}.generate calls layers of the model, which exported files do not have. Use the model "
+                "itself, or leave out transformers' keywords:\n    open_generator(folder).generate(input_ids)"
             )
         loop = own
     parts = steps.parts

@@ -81,7 +81,7 @@ class Pictures:
         assert self.pixels is not None
         if "image_grid_thw" not in vision.ports:
             if self.tiles is None and (self.word == "video" or self.sizes is not None):
-                raise InvalidArgumentError(f"{vision.name} has one picture size: leave image_grid_thw and videos out.")
+                raise InvalidArgumentError(f"{vision.name} fixes picture sizes: leave image_grid_thw and videos out.")
             if self.tiles is not None:
                 calls = self.tiles.split(self.pixels, self.sizes, self.together)
             else:

@@ -86,7 +86,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def use_adapter(self, name: str | None) -> None:
         """Use the LoRA adapter ``name`` in all later calls; ``None`` for no adapter."""
-        raise InvalidArgumentError(f"{type(self).__name__} was exported without switchable adapters.")
+        raise InvalidArgumentError("The files have no adapters. Use export_folder(..., adapters={NAME: FOLDER})")
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
@@ -139,7 +139,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        raise InvalidArgumentError("save_pretrained: the model is stored. Copy its folder: shutil.copytree(a, b)")
+        raise InvalidArgumentError("save_pretrained: the model is in files. Copy their folder: shutil.copytree(a, b)")
 
 
 # defaults of models for inputs that the caller leaves out: no padding, and one text

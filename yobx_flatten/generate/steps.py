@@ -309,8 +309,8 @@ class Steps:
         if "inputs_embeds" in runner.ports:
             if self.parts.embed is None:
                 raise GenerationError(
-                    f"{self.parts.decoder.name} takes inputs_embeds, and no file of the folder computes them. Export "
-                    "it again."
+                    f"{self.parts.decoder.name} reads inputs_embeds, but the folder has no file that computes them. "
+                    "Export the model again:\n    export_folder(model, folder)"
                 )
             outputs, _ = self.parts.embed.step(typed(self.parts.embed, {"input_ids": sequence.new}), {})
             embeds = outputs["inputs_embeds"].clone() if sequence.seen else outputs["inputs_embeds"]

@@ -453,7 +453,7 @@ class Jax(_Optional):
         except ValueError as error:
             raise AlreadyRegisteredError(
                 f"{describe_class(recipe.cls)} was registered with JAX by other code, and JAX cannot replace a "
-                f"registration ({error})."
+                f"registration ({error}). Leave JAX out: backends=('torch',)"
             ) from error
         self._nodes[recipe.cls] = node
 

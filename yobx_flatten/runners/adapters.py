@@ -101,7 +101,7 @@ class FolderAdapters:
             raise InvalidArgumentError(f"adapter={name!r} needs ONNX files in onnxruntime, found {other.runtime}.")
         if name not in self._read:
             if self._folder is None:
-                raise InvalidArgumentError(f"adapter={name!r}: this file is not in a folder with adapters.")
+                raise InvalidArgumentError(f"adapter={name!r} needs an exported folder: open the folder, not the file.")
             there = adapter_names(self._folder)
             if name not in there:
                 raise GenerationError(

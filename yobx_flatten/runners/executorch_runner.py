@@ -124,8 +124,8 @@ def require_executorch(caller: str) -> None:
         found = importlib.metadata.version("executorch")
         fits = ", ".join(f"executorch {theirs} with torch {ours}" for ours, theirs in _FITS.items())
         raise MissingDependencyError(
-            f"{caller}: executorch {found} does not load with torch {torch.__version__} ({first_line(error)}). These "
-            f"versions work together: {fits}:\n    pip install 'executorch=={_FITS['2.13']}.*' 'torch==2.13.*'"
+            f"{caller}: executorch {found} does not load with torch {torch.__version__} ({first_line(error)}). Install "
+            f"{fits}:\n    pip install 'executorch=={_FITS['2.13']}.*' 'torch==2.13.*'"
         ) from error
 
 

@@ -37,7 +37,7 @@ def runtime_of(path: pathlib.Path) -> str:
     found = next((runtime for runtime, suffixes in RUNTIMES.items() if suffixes[0] == path.suffix), None)
     if found is None:
         known = dict.fromkeys(suffixes[0] for suffixes in RUNTIMES.values())
-        raise InvalidArgumentError(f"{path} cannot be run: its suffix is none of {', '.join(known)}.")
+        raise InvalidArgumentError(f"{path} cannot be run: its suffix must be one of {', '.join(known)}.")
     return found
 
 

@@ -101,7 +101,7 @@ def open_openvino(
         for port in model.inputs:
             kind = port.element_type.get_type_name()
             if not port.names or kind not in _TYPES:
-                raise ForeignFileError(f"{path} has an input {port.names or 'without a name'} of type {kind}.")
+                raise ForeignFileError(f"{path}: the input {port.names or '(no name)'} of type {kind} is unsupported.")
             sizes = [None if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
             inputs.append((port.get_any_name(), _TYPES[kind], tuple(sizes)))
         outputs = [port.get_any_name() if port.names else f"{at}" for at, port in enumerate(model.outputs)]

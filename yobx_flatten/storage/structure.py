@@ -161,7 +161,7 @@ def _check_called(name: str, node: _Functions, static: Static) -> None:
     of_named_tuples = pytree.SUPPORTED_NODES[collections.namedtuple].unflatten_fn  # type: ignore[index] # its key
     own = f"{getattr(static, '__module__', None)}:{getattr(static, '__qualname__', None)}"
     if node.unflatten is of_named_tuples and own != name:
-        raise DamagedFileError(f"This file names the class {name}, but would create an object of {static!r}.")
+        raise DamagedFileError(f"The file is not loaded: it names the class {name}, but would create {static!r}.")
 
 
 def _node_named(name: str) -> _Functions:
@@ -243,7 +243,7 @@ def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload 
             raise NotRegisteredError(str(found[0])) from error
         if type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib"):
             raise InvalidArgumentError(
-                f"{where} is an array of JAX. Store a NumPy array:\n    numpy.asarray(array)"
+                f"{where} is a JAX array. Store a NumPy array:\n    numpy.asarray(array)"
             ) from error
         raise
 
@@ -326,7 +326,7 @@ def _read_tensor(record: Record, source: Source) -> torch.Tensor:
     name, kind, shape = record["name"], record["dtype"], record["shape"]
     dtype = getattr(torch, kind, None)
     if not isinstance(dtype, torch.dtype) or kind not in ELEMENTS:
-        raise DamagedFileError(f"{name!r} is of type {kind!r}, which this torch does not have.")
+        raise DamagedFileError(f"{name!r} has the dtype {kind!r}, which this torch lacks. Update torch.")
     if "seed" in record:
         if math.prod(shape) * 4 > _DRAWN:
             raise DamagedFileError(f"{name!r} needs random numbers of shape {shape}: more than the limit of 1 GB.")
@@ -386,7 +386,7 @@ def _read_scalar(kind: str, record: Record, source: Source) -> Any:
     else:
         cls = next((cls for cls in _SCALARS if cls.__name__ == kind), None)
         if cls is None:
-            raise DamagedFileError(f"A leaf is of kind {kind!r}, which this version of yobx_flatten does not know.")
+            raise DamagedFileError(f"The file has a value of unknown kind {kind!r}. Update yobx-flatten to read it.")
         element, format_, dims = _SCALARS[cls]
         nbytes = struct.calcsize(format_)
     source.check(record, element, dims, nbytes)
@@ -448,7 +448,7 @@ def obstacle_of(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 def load_trusted(data: Static) -> Static:
     def damaged(error: Exception) -> DamagedFileError:
-        return DamagedFileError(f"Static data cannot be read ({type(error).__name__}: {error}).")
+        return DamagedFileError(f"Static data in the file cannot be read ({type(error).__name__}: {error}).")
 
     with raised_as(damaged, NotRegisteredError):
         return load_static(data)

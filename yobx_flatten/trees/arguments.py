@@ -232,8 +232,8 @@ def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: 
     if isinstance(shapes, str) and shapes == "auto":
         return attached
     raise DynamicShapesError(
-        f"dynamic_shapes: {type(module).__qualname__}.forward declares its shapes with @dynamic_spec(...). Remove the "
-        'decorator, or use the shapes in its arguments:\n    dynamic_shapes="auto"'
+        f"dynamic_shapes: {type(module).__qualname__}.forward declares its shapes with @dynamic_spec(...). Use these "
+        'shapes, or remove the decorator:\n    dynamic_shapes="auto"'
     )
 
 
@@ -305,11 +305,11 @@ class _Writing:
         node = node_of(obj)
         if node is None:
             self.leaves += 1
-            place = ".".join(path)
+            place, kind = ".".join(path), describe_class(type(obj))
             if isinstance(spec, self.classes.TensorSpec):
                 if not isinstance(obj, torch.Tensor):
                     raise DynamicShapesError(
-                        f"{place}: found a TensorSpec for {describe_class(type(obj))}, which is not a tensor."
+                        f"{place}: found a TensorSpec for {kind}, which is not a tensor. Write None, for a fixed value."
                     )
                 if len(spec) != obj.dim():
                     raise DynamicShapesError(
@@ -321,13 +321,12 @@ class _Writing:
             if isinstance(spec, torch.SymInt) or (type(spec) is int and not isinstance(obj, torch.Tensor)):
                 if type(obj) is not int:
                     hint = " Remove it: the size is fixed." if isinstance(obj, torch.Tensor) and not obj.dim() else ""
-                    raise DynamicShapesError(
-                        f"{place}: {_kind(spec)} is for an integer, found {describe_class(type(obj))}.{hint}"
-                    )
+                    raise DynamicShapesError(f"{place}: {_kind(spec)} is for an integer, found {kind}.{hint}")
                 return self.of_size(obj, spec, place, None)
             if isinstance(spec, (self.classes.DictSpec, self.classes.SeqSpec, self.classes.ObjectSpec)):
                 raise DynamicShapesError(
-                    f"{place}: found a {type(spec).__name__} for {describe_class(type(obj))}, which has no children."
+                    f"{place}: found a {type(spec).__name__} for {kind}, which has no children. Write "
+                    f"{'a TensorSpec or ' if isinstance(obj, torch.Tensor) else ''}None."
                 )
             return spec
         names = [key_name(key) for key in node.keys]

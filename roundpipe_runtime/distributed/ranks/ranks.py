@@ -195,7 +195,7 @@ def check_mesh(mesh: Any) -> None:
             f"second for shards:{line}"
         )
     if dist.get_rank() not in mesh.mesh.flatten().tolist():
-        raise ConfigError(f"This process has rank {dist.get_rank()}, which is not in the mesh {mesh.mesh.tolist()}.")
+        raise ConfigError(f"The mesh {mesh.mesh.tolist()} lacks this rank, {dist.get_rank()}. Use all ranks:{line}")
 
 
 def job_timeout() -> datetime.timedelta | None:

@@ -88,7 +88,7 @@ def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
             part = (torch.tanh(finite) * weights).float().mean()
             total = part if total is None else total + part
     if total is None:
-        raise CutError("example", "No output of the model requires a gradient.")
+        raise CutError("example", "No output of the model requires a gradient, so gradients cannot be compared.")
     return total
 
 

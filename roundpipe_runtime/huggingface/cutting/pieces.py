@@ -298,7 +298,8 @@ class PhaseSession:
     def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         if (earlier := self.program.calls[place].layer) != layer:
             raise BatchStructureError(
-                f"The model called {layer} where it called {earlier} before: its forward is not deterministic."
+                f"The model called {layer} where it called {earlier} before, but each run must call the same layers. "
+                "Do not split the model:\n    wrap_model_to_roundpipe(model, use_sequential_preset=False)"
             )
         given = pytree.tree_leaves((args, kwargs), is_leaf=_box_below(kwargs))
         recorded = self.call_log.calls[place].arguments.leaves
@@ -387,8 +388,7 @@ class PhaseSession:
             if not has_layers(leaf):
                 raise CutError(
                     "structure",
-                    f"{layer} gets a {type(leaf).__name__} that the model creates, but layers cannot exchange keys "
-                    "and values in an object of this class, as gradients cannot flow back.",
+                    f"{layer} gets a {type(leaf).__name__} from the model, and layers cannot exchange its contents.",
                 )
             reads = self.program.cache_reads
             only = None if reads is None else reads.get(place, frozenset())

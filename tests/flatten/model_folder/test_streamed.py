@@ -70,7 +70,7 @@ def test_a_file_or_a_weight_that_is_missing_is_named(tmp_path):
     name = next(key for key in held if "down_proj" in key)
     file = tmp_path / held[name]
     save_file({key: value for key, value in load_file(file).items() if key != name}, file, metadata={"format": "pt"})
-    with pytest.raises(ModelSourceError, match=rf"index.json lists {re.escape(name)} in .*, which lacks it"):
+    with pytest.raises(ModelSourceError, match=rf"lacks {re.escape(name)}, listed in .*index.json"):
         _streamed(tmp_path)
     file.unlink()
     with pytest.raises(ModelSourceError, match=re.escape(file.name)):
@@ -126,7 +126,7 @@ def test_weights_that_are_joined_when_they_are_loaded_are_not_streamed(tmp_path)
 def test_what_cannot_be_streamed_is_refused(copied, tmp_path):
     for model, how, words in [
         (copied, {"to": "program", "weights": "stream"}, r"weights='stream' is for ONNX files"),
-        ("llama", {"weights": "stream"}, "reads safetensors files, and llama has no complete set"),
+        ("llama", {"weights": "stream"}, "unquantized safetensors files, and llama has none"),
         (copied, {"weights": "disk"}, r"weights must be one of .*'disk'"),
         (small_model("llama"), {"dtype": "float16"}, "dtype='float16' is for a model given by name"),
     ]:

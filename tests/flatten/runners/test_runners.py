@@ -150,7 +150,7 @@ def test_an_unknown_runtime_or_suffix_is_refused(tmp_path):
         open_runner(tmp_path / "m.onnx", runtime="tflite")
     with pytest.raises(InvalidArgumentError, match=r"executorch runs files with the suffix \.pte"):
         open_runner(tmp_path / "m.onnx", runtime="executorch")
-    with pytest.raises(InvalidArgumentError, match=r"its suffix is none of \.onnx, \.pt2"):
+    with pytest.raises(InvalidArgumentError, match=r"its suffix must be one of \.onnx, \.pt2"):
         open_runner(tmp_path / "m.bin")
 
 

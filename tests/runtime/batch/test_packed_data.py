@@ -37,7 +37,7 @@ def test_packed_data_goes_entry_by_entry_and_the_rest_follows_its_rows():
     [
         (([2], [1, 1]), None, "These arguments were split into different numbers of microbatches"),
         # entry i goes to microbatch i, which has one number of rows
-        (([2, 1], [1, 2]), None, "args[0], args[1] are split into different numbers of rows per microbatch"),
+        (([2, 1], [1, 2]), None, "args[0], args[1] have different numbers of rows per microbatch"),
         (([3, 1],), rows(5), "axis 0 has 4 in args[0]; 5 in label"),  # labels of other rows give a wrong loss
     ],
 )
@@ -88,9 +88,7 @@ def test_a_rule_for_packed_data_is_taken(rule):
 @pytest.mark.parametrize("told", [True, False])
 def test_packed_labels_of_other_rows_than_packed_inputs_are_refused(told):
     packed = RoundPipePackedData([rows(3), rows(1)], rows=[3, 1] if told else ())
-    with pytest.raises(
-        SplitError, match=re.escape("are split into different numbers of rows per microbatch: [[2, 2], [3, 1]]")
-    ):
+    with pytest.raises(SplitError, match=re.escape("have different numbers of rows per microbatch: [[2, 2], [3, 1]]")):
         split((packed,), {}, RoundPipePackedData([rows(2), rows(2)]), 2)
     with pytest.raises(SplitError, match="3 in label"):
         split((packed,), {}, RoundPipePackedData([rows(2), rows(1)]), 2)

@@ -255,7 +255,7 @@ def test_two_rules_that_contradict_each_other_are_refused():
     rules = {"args[0]": TensorChunkSpec(0), "args[1]": TensorChunkSpec(0)}
     with pytest.raises(SplitError, match=re.escape("different numbers of rows: 3 in args[1]; 4 in args[0]")) as caught:
         split((rows(4), rows(3), rows(4)), {}, None, 2, split_input=rules)
-    assert "also pass rules (TensorChunkSpec) for args[2]." in str(caught.value)
+    assert "also pass TensorChunkSpec(axis) for args[2]." in str(caught.value)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -220,7 +220,7 @@ MISTAKES = {
     "update on a disk": (["--update", "in_place", "--host", "disk:state"], "Leave --host disk:state out"),
     "update of groups": (["--update", "in_place", "--replicas", "2"], "Leave --replicas 2 out"),
     "disk of groups": (["--host", "disk:.", "--replicas", "2"], "--host disk:. works only in one process, without -"),
-    "no host": (["--host", "ssd"], "--host is memory or disk:DIR, found 'ssd'"),
+    "no host": (["--host", "ssd"], "--host must be memory or disk:DIR, found 'ssd'"),
     "plot": (["--plot", "losses.doc"], "losses.doc does not end in .png, .svg or .pdf"),
     "log": (["--report-to", "nowhere"], "--report-to nowhere: nowhere is not supported"),
 }
@@ -280,13 +280,13 @@ def test_the_printed_options_are_all_options(here, capsys):
 
 CONFIGS = {
     "no mapping": ("- 1", "--config run.yaml: expected lines like `batch: 4`, found a list"),
-    "no YAML": ("a: [", "--config run.yaml: it is not YAML: while parsing"),
+    "no YAML": ("a: [", "--config run.yaml is not YAML: while parsing"),
     "an alias": ("text: [&a [x], *a]", "--config run.yaml contains a YAML alias (*name). Write the value itself."),
     "a list in itself": ("text: &a [*a]", "--config run.yaml contains a YAML alias"),
-    "a date that is none": ("text: 2020-99-99", "--config run.yaml: it is not YAML: month must be in 1..12"),
-    "a number that is none": ("batch: !!int abc", "--config run.yaml: it is not YAML: invalid literal"),
-    "a number of 5,000 digits": ("batch: " + "9" * 5000, "--config run.yaml: it is not YAML"),
-    "an option that is none": ("check: !!bool x", "--config run.yaml: it is not YAML"),
+    "a date that is none": ("text: 2020-99-99", "--config run.yaml is not YAML: month must be in 1..12"),
+    "a number that is none": ("batch: !!int abc", "--config run.yaml is not YAML: invalid literal"),
+    "a number of 5,000 digits": ("batch: " + "9" * 5000, "--config run.yaml is not YAML"),
+    "an option that is none": ("check: !!bool x", "--config run.yaml is not YAML"),
     "no option": (
         "bach: 4",
         "run.yaml: there is no option bach. Did you mean batch? All options: roundpipe train --print-con",

@@ -129,7 +129,7 @@ def test_a_process_that_is_stopped_in_a_call_ends_it_for_the_others(is_alone, st
     assert found.pop(stopped) is None
     for (kind, text), seconds in found:
         assert kind == "DistributedError"
-        assert f"Rank {stopped} is gone: it was stopped (SIGSTOP) or did not answer for " in text
+        assert f"Rank {stopped} is gone: its process was stopped (SIGSTOP) or did not answer for " in text
         assert 2.0 <= seconds < 30
 
 

@@ -291,7 +291,7 @@ def test_a_layer_that_mixes_rows_in_its_backward_is_refused(kind, way):
     """Outputs show nothing. One microbatch gives the gradients of the layers without a pipeline."""
     pipe = pipeline(MIXES_BACK[kind]())
     before = torch.get_rng_state()
-    with pytest.raises(SplitError, match=r"(?s)layer [12] .*in its backward.*num_microbatch=1"):
+    with pytest.raises(SplitError, match=r"(?s)the backward of layer [12] .*num_microbatch=1"):
         call(pipe, way)
     assert all(parameter.grad is None for parameter in pipe.parameters())
     assert torch.equal(before, torch.get_rng_state())
@@ -417,7 +417,7 @@ def test_layers_that_cannot_be_tried_are_named_when_they_run():
 
     pipe = pipeline(Layer(four))
     for number in range(3):
-        warns = pytest.warns(UserWarning, match=r"could not be checked.*four rows, please")
+        warns = pytest.warns(UserWarning, match=r"could not check.*four rows, please")
         with warns if number == 1 else contextlib.nullcontext():
             call(pipe, "no gradients", torch.cat([X, X[:2]]))
 

@@ -385,7 +385,7 @@ def is_told_by_nothing(case):
 @given(case=chains())
 @pytest.mark.filterwarnings("ignore::roundpipe_runtime.UnevenSplitWarning")
 # labels that a function cuts for this batch may not fit a few rows of it: then nothing is shown, and the numbers hold
-@pytest.mark.filterwarnings("ignore:It could not be checked that the loss:roundpipe_runtime.RoundPipeWarning")
+@pytest.mark.filterwarnings("ignore:RoundPipe could not check whether the loss:roundpipe_runtime.RoundPipeWarning")
 def test_a_chain_has_the_loss_and_the_gradients_of_the_plain_models_or_is_refused(devices, case):
     if is_told_by_nothing(case):
         return

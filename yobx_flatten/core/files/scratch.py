@@ -227,8 +227,8 @@ def is_folder(path: pathlib.Path) -> bool:
         hidden = [left / _OLD for left in _left_of(path) if (left / _OLD).is_dir()]
         if hidden and not path.exists():
             raise StoredFileError(
-                f"A process is replacing {path}, or was killed during the replacement{reason}. The former contents are "
-                f"in {hidden[0]}."
+                f"A process is replacing {path}, or was killed during the replacement{reason}. Try again when no "
+                f"process writes there. The former contents are in {hidden[0]}."
             )
     return path.is_dir()
 

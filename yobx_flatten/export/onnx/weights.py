@@ -40,7 +40,7 @@ def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
         if held is None or not is_fake(getattr(held, "raw", None)):
             continue
         if name not in readers:
-            raise FlattenError(f"{name} has no data, and there is no file to read the data from.")
+            raise FlattenError(f"The weight {name} has no values, in memory or in a file. Load the model first.")
         reader = readers[name]
         if id(reader) not in made:
             made[id(reader)] = ir.LazyTensor(

@@ -440,7 +440,7 @@ def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[st
             held |= dict(zip(leaf_names({name: given[name]}), pytree.tree_leaves(given[name]), strict=True))
         missing = [leaf for leaf in left.leaves if leaf not in held]
         if missing:
-            raise ReplayError(f"this call lacks {', '.join(missing)}, to which the example wrote: pass the same inputs")
+            raise ReplayError(f"the example changed {', '.join(missing)}, which this call lacks: pass the same inputs")
         added[PRESENT] = {_after_present(leaf): held[leaf] for leaf in left.leaves}
     if entries.keys() & added.keys():
         entries = {"output": outputs}

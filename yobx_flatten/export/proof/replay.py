@@ -326,7 +326,7 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
         # computed alone, the sums of the last token's logits are in another order
         if not wrong <= 1e-3 * max(1.0, float(every.nan_to_num().abs().max())):
             raise ReplayError(
-                f"{runner.name}: the last token's logits differ by {wrong:.1e} from a call that returns all logits."
+                f"{runner.name}: logits of the last token alone differ by {wrong:.1e} from a call for all logits."
             )
         return
 

@@ -251,6 +251,6 @@ def kind_of_code(code: str) -> tuple[LayerKind, str]:
                 break
             return kind, parameter
     raise UnsupportedLayerError(
-        f"{code!r} names no kind of cache layer that this version of yobx_flatten knows. Kinds are D (dynamic), and W "
-        "(sliding), S (static) and X (static sliding), each followed by a capacity in tokens, like W8."
+        f"The stored cache has a layer of kind {code!r}, which this version of yobx_flatten does not know. Kinds are D "
+        "(dynamic), and W (sliding), S (static) and X (static sliding), each followed by a capacity in tokens, like W8."
     )

@@ -285,7 +285,7 @@ def part_class(name: object) -> type:
     module, _, qualified = str(name).partition(":")
     if found is None or not _names_a_part(module, qualified):
         raise CacheStructureError(
-            f"The tree spec of the cache names {name!r}, which is not a class of transformers' caches or of Quanto."
+            f"The stored cache contains {name!r}, but only cache classes in transformers and Quanto are rebuilt."
         )
     return found
 

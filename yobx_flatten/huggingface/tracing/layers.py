@@ -57,14 +57,14 @@ def replacement(make: Make) -> Make:
         unknown = "" if hands_on else ", ".join(sorted(own - reads))
         if not lacking and not unknown:
             return _called_as(version, original)
-        reason = f"it takes no {lacking}" if lacking else f"it takes {unknown}, whose meaning is not known here"
+        reason = f"the function has no argument {lacking}" if lacking else f"its argument {unknown} is unknown"
         name = f"{original.__module__}.{original.__qualname__}"
         if name not in _warned:  # once per process for each function
             _warned.add(name)
             warnings.warn(
-                f"{name} is traced unchanged, since {reason}: its traceable replacement does not fit this version. The "
-                "comparison with the model shows whether this matters. The newest tested transformers is "
-                f"{NEWEST_TRIED['transformers']}.",
+                f"{name} is traced without its replacement, which does not fit the function: {reason}. If the exported "
+                "model then fails its checks, install the newest tested transformers:\n"
+                f"    pip install transformers=={NEWEST_TRIED['transformers']}",
                 ReplacedFunctionWarning,
                 stacklevel=1,
             )

@@ -31,7 +31,7 @@ def plain_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
     reads = model.main_input_name
     if reads not in _INPUTS:
         raise GenerationError(
-            f"{type(model).__qualname__} reads {reads}, but folders need models that read {', '.join(_INPUTS)}. "
+            f"{type(model).__qualname__} reads {reads}, but export_folder supports only {', '.join(_INPUTS)}. "
             "Export the model with your own inputs:\n    export_onnx(model, kwargs=inputs, path=...)"
         )
     unit, (length, one, other) = _INPUTS[reads]

@@ -70,7 +70,7 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
     if checkpoint is None or found.folder is None:
         if weights == "stream":
             raise InvalidArgumentError(
-                f"weights='stream' reads safetensors files, and {found.name} has no complete set of them."
+                f"weights='stream' needs unquantized safetensors files, and {found.name} has none. Leave weights= out."
             )
         model, noted = found.load_with_remarks(dtype=dtype)
         integers = (found.gguf is not None or is_packed) and holds_integers(model)
@@ -156,7 +156,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
         raise ModelSourceError(f"The weights in {folder} cannot be read: {first_line(error)}") from error
     missing = min(held.keys() - files.keys(), default=None) if index.is_file() else None
     if missing is not None:
-        raise ModelSourceError(f"{folder}: {index.name} lists {missing} in {held[missing]}, which lacks it.")
+        raise ModelSourceError(f"{folder / held[missing]} lacks {missing}, listed in {index.name}. Download it again.")
     return Checkpoint(files, shapes, types)
 
 

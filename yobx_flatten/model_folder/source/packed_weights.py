@@ -51,7 +51,7 @@ def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tenso
     named = {file for index in indices for file in stated_weights(index, failure=ModelSourceError).values()}
     files = sorted(folder / file for file in named) or sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelSourceError(f"{name} is quantized, but contains no safetensors files.")
+        raise ModelSourceError(f"{name} is quantized, but lacks safetensors files. Convert its weights to safetensors.")
     held: Tensors = {}
     for file in files:
         held.update(read_tensors(file, failure=ModelSourceError))
@@ -63,7 +63,7 @@ def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tenso
         with damage_as(ModelSourceError, f"{layer} of {name}"):
             found[f"{layer}.weight"] = packing.unpack(parts)
     if not found:
-        raise ModelSourceError(f"{name} should be quantized (config.json), but contains no {packing.names[0]}.")
+        raise ModelSourceError(f"{name} has no *{main} tensors: remove quantization_config from its config.json.")
     return {**held, **found}
 
 

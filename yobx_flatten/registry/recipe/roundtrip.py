@@ -143,7 +143,7 @@ def _check_stored(recipe: Recipe, sample: object) -> None:
         stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
     if stored != spec:
         raise RoundTripError(
-            f"{name}: its tree spec does not survive torch.export.save.\n  before: {spec}\n  after:  {stored}"
+            f"{name}: its stored tree spec differs, so a loaded program fails.\n  before: {spec}\n  after:  {stored}"
         )
 
 
@@ -151,7 +151,7 @@ def _check_cpp(recipe: Recipe, sample: object) -> None:
     cxx = sys.modules.get("torch.utils._cxx_pytree")
     if cxx is not None and not _same(cxx.tree_leaves(sample), pytree.tree_leaves(sample)):
         name = recipe.cls.__qualname__
-        raise RoundTripError(f"{name}: torch's C++ pytree and its Python pytree see different leaves.")
+        raise RoundTripError(f"{name}: torch's C++ and Python pytree give different leaves. Register {name} only once.")
 
 
 CHECKS: dict[str, Callable[[Recipe, Any], None]] = {

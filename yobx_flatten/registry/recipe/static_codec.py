@@ -164,7 +164,7 @@ def _load_dataclass(name: str, values: dict[str, Any]) -> Any:
     obj = object.__new__(cls)
     fields = {field.name for field in dataclasses.fields(cls)}
     if not values.keys() <= fields:  # such as __class__, which would change the object's class
-        raise StaticDataError(f"A file sets {sorted(values.keys() - fields)} of {name}, which has no such fields.")
+        raise StaticDataError(f"The stored {name} has fields {sorted(values.keys() - fields)}, which its class lacks.")
     for field, value in values.items():
         object.__setattr__(obj, field, load_static(value))
     return obj
@@ -173,7 +173,7 @@ def _load_dataclass(name: str, values: dict[str, Any]) -> Any:
 def _load_namedtuple(name: str, values: list[Any]) -> Any:
     cls = find_named(name, "namedtuple")
     if len(values) != len(cls._fields):
-        raise StaticDataError(f"A file gives {len(values)} values for {name}, which has {len(cls._fields)} fields.")
+        raise StaticDataError(f"The stored {name} has {len(values)} fields, but its class has {len(cls._fields)}.")
     return tuple.__new__(cls, [load_static(value) for value in values])  # without the constructor of the class
 
 
@@ -181,7 +181,7 @@ def _load_config(name: str, text: str) -> Any:
     values = json.loads(text)
     # these keys name code to load with the configuration
     if not isinstance(values, dict) or values.keys() & {"auto_map", "custom_pipelines"}:
-        raise StaticDataError(f"A file holds a configuration {name} that names code to run.")
+        raise StaticDataError(f"The stored configuration {name} names code to run, so it is not loaded.")
     objection = objection_to(values)
     if objection is not None:
         raise StaticDataError(f"A file holds a configuration {name} that {objection}.")

@@ -178,7 +178,7 @@ def test_the_window_and_the_room_of_a_layer_are_those_of_its_keys():
     assert flatten_dynamic_cache(cache)[1][:4] == ["key_D_0", "value_D_0", "key_W5_1", "value_W5_1"]
     (static,) = unflatten_static_cache(leaves[:2], ["key_S_0", "value_S_0"]).layers
     assert (type(static), static.max_cache_len) == (StaticLayer, 6)
-    with pytest.raises(UnsupportedLayerError, match="'W' names no kind of cache layer"):
+    with pytest.raises(UnsupportedLayerError, match="a layer of kind 'W'"):
         unflatten_dynamic_cache([object(), object()], ["key_W_0", "value_W_0"])
 
 

@@ -327,7 +327,7 @@ def test_an_offloading_cache_is_refused_or_kept(block):
 
 @pytest.mark.parametrize("code", ["Q8", "", "w8", "W", "S", "Wr", "W8x", "X-1", "D8"])
 def test_an_unknown_code_is_refused(code):
-    with pytest.raises(UnsupportedLayerError, match="names no kind of cache layer"):
+    with pytest.raises(UnsupportedLayerError, match="which this version of yobx_flatten does not know"):
         kind_of_code(code)
     assert kind_of(type("DynamicLayer", (cache_utils.DynamicLayer,), {"__module__": "elsewhere"})) is None
 

@@ -302,7 +302,7 @@ def test_leaves_that_differ_in_the_cpp_pytree_are_found():
         found = backend.read(Bag)
         backend.write(cpp_only)
         try:
-            with pytest.raises(RoundTripError, match="Bag: torch's C\\+\\+ pytree and its Python pytree see different"):
+            with pytest.raises(RoundTripError, match="Bag: torch's C\\+\\+ and Python pytree give different"):
                 check_round_trip(recipe, Bag([torch.zeros(2)]))
         finally:
             backend.restore(cpp_only, found)

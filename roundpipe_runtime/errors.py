@@ -49,7 +49,7 @@ class DeviceError(RoundPipeError, RuntimeError):
 
 
 class UseAfterReleaseError(DeviceError):
-    """A tensor on a device was read after its memory was released, from another device, or before it was written."""
+    """A tensor was read before it was written, after its memory was released, or by a device that does not hold it."""
 
 
 class DeviceMemoryError(DeviceError, MemoryError):
@@ -99,7 +99,7 @@ class CheckpointError(RoundPipeError, ValueError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is incomplete, or its files differ from those that were written."""
+    """A checkpoint is incomplete, or its files differ from the files that were written."""
 
 
 class CheckpointWarning(RoundPipeWarning):
@@ -107,7 +107,7 @@ class CheckpointWarning(RoundPipeWarning):
 
 
 class StoppedByRankError(DistributedError):
-    """Stops this rank because another rank failed; afterwards, the error of that rank is raised instead."""
+    """Another rank failed, so this rank stops its call; afterwards, the error of that rank is raised instead."""
 
 
 class RankStepError(DistributedError):
@@ -197,7 +197,7 @@ class BatchStructureError(VersionDependentError, RoundPipeError, RuntimeError):
 
 
 class MissingEmbeddingError(BatchStructureError):
-    """After its layers, a model reads an embedding that it did not read for the example batch of the split."""
+    """Code between or after the layers of a model reads an embedding that it did not read for the example batch."""
 
     def __init__(self, name: str) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
 """Register how a class is flattened, then export, run and store models that use the class.
 
 ``torch.export`` flattens registered classes only: lists, dicts and few others. Inside the context manager
-``register_flattening_functions``, transformers caches are also flattened; one program serves all lengths::
+``register_flattening_functions``, transformers caches are also flattened. This program accepts caches of any length::
 
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))

@@ -6,8 +6,7 @@
 
     test_recipes = recipe_tests(Memory(torch.zeros(2, 3)), State(torch.ones(2), step=4))
 
-pytest runs eight tests for each sample, such as ``test_recipes[Memory-comes back the same]``. ``recipe_tests`` needs
-pytest.
+pytest runs eight tests for each sample, such as ``test_recipes[Memory-comes back the same]``.
 """
 
 from __future__ import annotations
@@ -42,13 +41,14 @@ def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: An
 
 
 def recipe_tests(*samples: Any) -> Callable[..., None]:
-    """Return a pytest test of the flatten functions of the samples' classes; assign it to a name ``test_...``.
+    """Return a test function for pytest that checks how the classes of the samples are flattened.
 
     Args:
         samples: instances of the classes to test; the classes must be registered when the tests run.
 
     Returns:
-        A function that pytest runs once for each sample and each check of :func:`~yobx_flatten.check_recipe`.
+        A function to assign to a name ``test_...``. pytest runs it once for each sample and each check of
+        :func:`~yobx_flatten.check_recipe`.
 
     Raises:
         MissingDependencyError: when pytest is not installed.

@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a tensor; ``(batch, heads)`` for a ``BlockMask``; ``()`` for a value of any other class."""
+        """The shape of a tensor, or ``(batch, heads)`` for a ``BlockMask``; ``()`` for all other values."""
         return tuple(self.value.shape) if isinstance(self.value, torch.Tensor | HeldMask) else ()
 
     @property
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def counted(self) -> tuple[int, ...] | None:
-        """The row counts of microbatches in a ``RoundPipePackedData`` that stores none, counted from tensor shapes."""
+        """The row counts in a ``RoundPipePackedData`` that stores no row counts, read from the shapes of tensors."""
         if not isinstance(self.value, RoundPipePackedData) or self.stated is not None:
             return None
         # packed data is split by its entries, also with a rule that passes it whole
@@ -76,12 +76,12 @@ def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
 
 
 def check_registered(batch: FlatBatch, rules: Mapping[str, Rule]) -> None:
-    """Raise an error for an object that holds tensors, unless pytree flattens it or a rule passes it unsplit."""
+    """Raise an error for an object that contains tensors, but whose class is not registered for flattening."""
     for flat in batch:
         if all(type(leaf.value) in _CLOSED for leaf in flat.leaves):
             continue
         ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
-        allowed = [*ours, *(path for path, rule in rules.items() if rule.dim is None)]
+        allowed = [*ours, *(path for path, rule in rules.items() if rule.dim is None)]  # rules pass them unsplit
         # objects inside an unregistered leaf are reported once the leaf is registered
         found = [
             str(one)
@@ -260,10 +260,10 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
 def rows_of_parts(
     parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> list[int | None]:
-    """Count the rows of each microbatch that a user's split function made; if that fails, return ``None`` for each."""
+    """Count the rows of each microbatch that a user's split function returned."""
     # Rows are counted along the batch axes of split tensors; a tensor that is the same object in all microbatches is
     # ignored. If tensors have different row counts, a tensor is used only if its row counts add up to its size before
-    # the split.
+    # the split. If the rows cannot be counted, the result is `None` for each microbatch.
     # parts: trees by name, one mapping per microbatch
     # others: parts of the labels, if a function split the labels and the inputs
     known, seen = _columns(parts)

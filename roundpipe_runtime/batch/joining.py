@@ -26,21 +26,23 @@ def join(
 ) -> Any:
     """Join the outputs of all microbatches of a batch into the output of the whole batch.
 
-    Tensors are concatenated along axis 0, or along the batch axis that the registration of their container class
-    declares. Scalar tensors are averaged with ``weights``. Some values must be equal in all microbatches, and are
-    returned once: non-tensors, and tensors whose size along axis 0 is not the number of rows of the microbatch.
+    Tensors are concatenated along axis 0. Tensors in an object of a registered class, such as a cache, are concatenated
+    along the batch axis that is registered for the class. Floating-point scalar tensors are averaged with
+    ``weights``. Other values must be equal in all microbatches, and one of them is returned. Tensors whose size along
+    axis 0 is not the number of rows of the microbatch must also be equal.
 
     Args:
         outputs: list with the output of each microbatch, any nested object.
-        weights: weight of each microbatch in averages of scalars: its number of rows, or the weight that the loss
+        weights: one weight per microbatch, for averages of scalars. Pass numbers of rows, or the weights that the loss
             function returned. If a weight is ``None``, scalars cannot be averaged.
-        rows: number of rows of each microbatch; tensors with these sizes on axis 0 are joined. Default: ``weights``.
-        merge: ``None`` or ``True`` for the default rules; a tree of rules, or a mapping from key paths
-            (``"outputs['logits']"``) to rules; or a function ``list of outputs -> output``. A rule is a
-            :class:`TensorChunkSpec` or :class:`Replicate`, and applies to all values below it.
+        rows: number of rows of each microbatch. Tensors with these sizes on axis 0 are joined. Default: ``weights``.
+        merge: how to join the outputs. ``None`` and ``True`` stand for the default rules above. A function gets the
+            list of outputs, and returns the joined output. Other rules are passed as a tree, or as a mapping from key
+            paths such as ``"outputs['logits']"`` to rules. A rule is a :class:`TensorChunkSpec` or :class:`Replicate`.
+            The rule of a container applies to all values in the container.
 
     Returns:
-        The joined output. The output of a single microbatch is returned unchanged if ``merge`` is ``None``.
+        The joined output. A single output is returned unchanged if ``merge`` is ``None`` or ``True``.
 
     Raises:
         JoinError: outputs cannot be joined; the message names the key path of the value.
@@ -134,7 +136,6 @@ def _cat(path: str, tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
 
 
 def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | None]) -> torch.Tensor:
-    """Return the weighted mean of scalar tensors; a tensor with weight zero is ignored, even if it is NaN."""
     if not (tensors[0].is_floating_point() or tensors[0].is_complex()):
         value: torch.Tensor = _the_same(path, tensors)
         return value
@@ -146,7 +147,7 @@ def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | No
             f"{path} is a scalar. Scalars are averaged, weighted by rows, but the rows of each microbatch are unknown. "
             "Join the outputs:\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
         )
-    total = math.fsum(weights)
+    total = math.fsum(weights)  # a tensor with weight 0 is ignored below, because it may be NaN
     if total == 0:
         return torch.zeros_like(tensors[0])
     wide = torch.complex128 if tensors[0].is_complex() else torch.float64

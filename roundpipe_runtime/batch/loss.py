@@ -5,10 +5,10 @@ of the microbatch. If the batch's loss is a sum, or a mean over rows, the initia
 backward, and parameter gradients are not scaled later. If a loss function returns pairs ``(sum, weight)``, the total
 weight of the batch is unknown when the first backward starts. For a pair ``(sum, weight)``, the backward starts with
 the gradient 1 / c, where c is the power of two nearest to the number of rows in the batch. After the last microbatch,
-parameter gradients are multiplied by c / total weight. Until then, gradients are stored separately from those of
-earlier calls. An initial gradient of about 1 / rows keeps the gradients of long batches in the range of half precision.
-A power of two as initial gradient causes no rounding errors. For a mean of 16-bit losses, the gradients are also scaled
-after the last microbatch, because an initial gradient such as 1 / 3, rounded to 16 bits, is wrong by up to 0.4 %.
+parameter gradients are multiplied by c / total weight. Before this multiplication, the gradients of a call are stored
+separately from the gradients of earlier calls. An initial gradient of about 1 / rows keeps the gradients of long
+batches in the range of half precision. A multiplication by a power of two has no rounding error. An initial gradient
+such as 1 / 3 has an error of up to 0.4 % in 16 bits, so gradients for a mean of 16-bit losses are also scaled later.
 """
 
 # loss_fn returns        total loss                       initial gradient, microbatch i   later scale of the gradient
@@ -40,11 +40,11 @@ Reduction: TypeAlias = Literal["sum", "mean", "rows", "items"]
 
 
 class WeightedLoss(NamedTuple):
-    """The sum of the losses of a microbatch and its number of items, which give the exact mean of the whole batch.
+    """The sum of losses in a microbatch, with the number of items in the sum, for an exact mean over the whole batch.
 
     Attributes:
         sum: sum of the losses, a scalar tensor.
-        weight: number of tokens, rows or other items in the sum; must not require grad.
+        weight: number of tokens, rows or other items in the sum. A tensor must not require grad.
 
     >>> def loss_fn(logits, labels):  # the mean over the tokens that count, however they are spread over microbatches
     ...     summed = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
@@ -85,7 +85,7 @@ def read_loss(value: Any) -> LossValue:
         value: value that ``loss_fn(outputs, labels)`` returned.
 
     Returns:
-        The kind of the loss, its tensors, and the weight if the value has one.
+        The parsed loss: its kind, its tensors, and for a pair ``(sum, weight)`` also the weight.
 
     Raises:
         LossError: the value is not a tensor, a sequence of tensors or a pair ``(sum, weight)``.
@@ -127,13 +127,14 @@ def _format_items(ratios: Sequence[float], rows: int) -> str:
 
 
 class LossContract:
-    """Collects the losses of microbatches; computes the initial gradients of each backward, and the batch's loss.
+    """Collects the losses of microbatches, computes their initial gradients, and computes the loss of the whole batch.
 
     Each call of ``forward_backward`` creates a ``LossContract``. The threads that run the last layer call :meth:`add`
     for each microbatch; afterwards, any thread may call the other methods.
 
     Args:
-        reduction: how tensor losses are added: without weights (``"sum"``), by rows (``"mean"``, ``"rows"``) or items.
+        reduction: how losses that are tensors are joined. ``"sum"`` adds the losses. ``"mean"`` and ``"rows"`` average
+            them, weighted by numbers of rows. ``"items"`` averages them, weighted by numbers of items such as tokens.
         rows: number of rows of each microbatch; ``None`` for an unknown number.
 
     >>> contract = LossContract("mean", [2, 1])
@@ -160,16 +161,16 @@ class LossContract:
 
         Args:
             index: index of the microbatch.
-            value: value that ``loss_fn`` returned; a weight in it is copied to the host if it is on an accelerator.
-            items: for each mean that ``loss_fn`` computed, the number of items in the mean. Default: unknown.
+            value: value that ``loss_fn`` returned. A weight on an accelerator is copied to the host.
+            items: for each mean that ``loss_fn`` computed, the number of items, such as tokens. Default: unknown.
 
         Returns:
             The losses that require grad, each with its initial gradient. The returned list is empty if the weight of
             the microbatch is 0, because the microbatch then has a gradient of zero, even if its loss is NaN.
 
         Raises:
-            LossError: ``value`` is not a loss, or its kind differs from the losses of other microbatches. With
-                reduction ``"mean"``, a ``value`` that is a mean over items other than rows is also an error.
+            LossError: ``value`` is not a loss, or its kind differs between microbatches. With reduction ``"mean"``, the
+                number of items per row must not differ. With ``"items"``, a tensor needs exactly one number of items.
         """
         try:
             read = read_loss(value)
@@ -248,7 +249,7 @@ class LossContract:
         return [self._weight(index) for index in range(len(self.rows))]
 
     def gradient_scale(self) -> float:
-        """Return the factor by which to multiply the accumulated gradient; call this after the last microbatch.
+        """Return, after the last microbatch, the factor by which to multiply the accumulated gradient.
 
         The factor is ``1.0`` if the gradient needs no scaling, and ``0.0`` if all weights of microbatches are 0.
         """

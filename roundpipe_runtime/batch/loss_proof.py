@@ -1,4 +1,4 @@
-"""Find the weights with which losses of microbatches add up to the batch's loss, by tests on a few rows."""
+"""Test on a few rows how the losses of microbatches must be weighted to add up to the loss of the batch."""
 
 # rows 0 to 2       loss 0.93     gradients at the outputs for rows 0, 1 and 2, and at parameters of the loss
 # rows 0 and 1      loss 0.90     weighted by rows: (2 * 0.90 + 1 * 0.99) / 3 = 0.93, and the same for each gradient
@@ -31,12 +31,12 @@ Role: TypeAlias = Literal["label", "mask", "output"]
 
 
 class NotProvenError(Exception):
-    """The loss function cannot be checked: it fails when called with few rows, or returns other values at each call."""
+    """The loss function cannot be checked: it fails for a few rows, or returns different values at each call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The losses that a loss function returned for some rows, with the number of rows and of averaged items."""
+    """The losses that a loss function returned for some rows of a batch."""
 
     losses: Sequence[torch.Tensor]  # with their graphs
     rows: int
@@ -89,7 +89,7 @@ Values: TypeAlias = Sequence[torch.Tensor]
 def prove(
     evaluate: Callable[[Values], Evaluation], changes: Iterable[Values], ways: Sequence[Way], *, as_stated: bool = False
 ) -> Proof:
-    """Find weights with which the losses of row subsets add up to the loss of all rows, for all given tensor values."""
+    """Find out how the losses of subsets of rows must be weighted to add up to the loss of all rows."""
     # changes: values of the columns, first those of the batch
     # as_stated: whether values with different numbers of items per row are skipped, because the caller stated a mean
     # over rows, and each microbatch checks the items
@@ -197,7 +197,7 @@ class Column:
 
 
 def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
-    """Yield outputs, labels and masks of a few rows: first unchanged, then scaled outputs, changed labels and masks."""
+    """Yield the outputs, labels and masks of a few rows, first unchanged and then with different values."""
     # ignored: labels that losses ignore
     yield [one.value for one in columns]
     draw = torch.Generator().manual_seed(5)
@@ -350,7 +350,7 @@ _PLACES = {functional.scaled_dot_product_attention: 4, functional.multi_head_att
 
 
 class NoDropout(TorchFunctionMode):
-    """Disables dropout in the with block, since random draws for all rows and for some of the rows would differ."""
+    """Disables dropout in the with block, so that the losses of all rows and of some rows can be compared."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -14,13 +14,13 @@ from ..errors import ConfigError, RoundPipeError, SplitError
 class RoundPipePackedData(list[Any]):
     """The output of a pipeline called with ``merge_output=False``: a list with the output of each microbatch.
 
-    A pipeline call that gets a ``RoundPipePackedData`` uses entry i as the input of microbatch i, without joining or
-    splitting entries, and without waiting until they are computed.
+    If the list is passed to a pipeline, entry i becomes the input of microbatch i. Entries are not joined or split. The
+    pipeline does not wait until the entries are computed.
 
     Args:
         values: list entries, one per microbatch.
         rows: number of rows of each microbatch; ``None`` for an unknown number.
-        wait: function that returns when all entries can be read on the host; :meth:`synchronize` calls it once.
+        wait: function that returns when all entries can be read on the host. :meth:`synchronize` calls it once.
 
     >>> import torch
     >>> from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
@@ -84,7 +84,7 @@ class Replicate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule for all values at or below a key path: how inputs are split and how outputs are joined."""
+    """How the values at a key path, and all values nested in them, are split into microbatches or joined."""
 
     dim: int | None  # axis to split along; `None` passes the leaf on whole
     # function of two arguments that reduces the outputs, starting with `init`; then `dim` is not used

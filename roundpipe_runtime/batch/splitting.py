@@ -1,4 +1,4 @@
-"""Split inputs and labels into microbatches; nested objects are flattened as registered with ``yobx_flatten``."""
+"""Split inputs and labels, which may be nested objects, into microbatches."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Microbatch:
         args: positional arguments.
         kwargs: keyword arguments.
         label: labels for the loss.
-        rows: number of rows of the batch in this microbatch; ``None`` if unknown, for example because a split function
-            returned tensors without a clear batch axis.
+        rows: number of rows of the microbatch, or ``None`` if it is unknown. The number is unknown, for example, if a
+            split function returned tensors without a clear batch axis.
     """
 
     index: int
@@ -83,11 +83,12 @@ def split(
         kwargs: keyword arguments, of any nesting.
         label: labels, of any nesting.
         num_microbatch: number of microbatches; a batch with fewer rows gets one microbatch per row.
-        split_input: ``None``; a pair of rules ``(rules of args, rules of kwargs)``; a mapping from key paths of
-            arguments and labels to rules, as in ``{"kwargs['mask']": Replicate}``; or a function ``(args, kwargs,
-            num_microbatch) -> (list of args, list of kwargs)``. Rules are trees of :class:`TensorChunkSpec` and
-            :class:`Replicate`; a rule applies to all values below it.
-        split_label: ``None``, rules as in ``split_input``, or a function ``(label, num_microbatch) -> list of labels``.
+        split_input: how to split the arguments. ``None`` splits them as described above. A function ``(args, kwargs,
+            num_microbatch) -> (list of args, list of kwargs)`` returns the split arguments. Rules are passed as a pair
+            of trees ``(rules of args, rules of kwargs)``, or as a mapping from key paths of arguments and labels, as in
+            ``{"kwargs['mask']": Replicate}``. A rule is a :class:`TensorChunkSpec` or :class:`Replicate`. The rule of a
+            container applies to all values in the container.
+        split_label: ``None``, a tree of rules for labels, or a function ``(label, num_microbatch) -> list of labels``.
 
     Returns:
         The microbatches, in the order of the rows.
@@ -178,7 +179,6 @@ def _is_function(value: Any) -> bool:
 def _rows(
     inputs: Sequence[Entry], labels: Sequence[Entry], decided: BatchAxes, num_microbatch: int
 ) -> list[int | None]:
-    """Return the number of rows of each microbatch: that of ``RoundPipePackedData`` if given, else nearly equal."""
     entries, batch, apart = [*inputs, *labels], decided.batch, decided.apart
     axes = zip(entries, [*decided.axes, *decided.label_axes], strict=True)
     cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
@@ -215,7 +215,6 @@ def _rows(
 
 
 def _cut_leaves(entries: Sequence[Entry], axes: Sequence[int | None], rows: Sequence[int | None]) -> list[list[Any]]:
-    """Return the flat values of each microbatch: tensors with a batch axis are split, all other values are repeated."""
     columns = [_parts(entry.value, axis, rows) for entry, axis in zip(entries, axes, strict=True)]
     return [[column[index] for column in columns] for index in range(len(rows))]
 
@@ -242,7 +241,6 @@ def _parts(value: Any, axis: int | None, rows: Sequence[int | None]) -> Sequence
 def _split_by_functions(
     batch: FlatBatch, num_microbatch: int, split_input: Any, split_label: Any, rules: Rules
 ) -> list[Microbatch]:
-    """Split by the user's functions; if only inputs or only labels have a function, both get the same row counts."""
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
     args, kwargs, label = (flat.tree for flat in batch)
@@ -290,7 +288,7 @@ def _split_by_functions(
 
 
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
-    """Split labels into as many rows as the inputs, or inputs like labels that the user's function has split."""
+    """Split labels at the same rows as the arguments, or arguments at the same rows as the labels."""
     entries = entries_of(trees, rules)
     stated = next((entry.stated for entry in entries if entry.stated is not None), None)
     if None in rows and stated is not None and len(stated) == len(rows):

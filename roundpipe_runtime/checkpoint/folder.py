@@ -8,8 +8,8 @@
     runs/.checkpoint-00000005.leaving/       being deleted
     runs/.writing/                           locked by the process that writes a checkpoint
 
-A checkpoint of the Hugging Face Trainer, such as ``checkpoint-9`` for optimizer step 9, is written into the folder
-``.checkpoint-9.writing``, and is renamed to ``.checkpoint-9.leaving`` before it is deleted.
+The Hugging Face Trainer names its checkpoint of optimizer step 9 ``checkpoint-9``. This checkpoint is written into the
+folder ``.checkpoint-9.writing``. Before it is deleted, it is renamed to ``.checkpoint-9.leaving``.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def appearing(
 
 @contextlib.contextmanager
 def only_writer(folder: pathlib.Path) -> Iterator[None]:
-    """Create a folder, and prevent other processes from writing a checkpoint into it in the with block."""
+    """Create a folder, into which no other process can write a checkpoint during the with block."""
     if not folder.is_dir():
         if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
             path = file.with_name(f"{file.stem}-checkpoints")

@@ -118,7 +118,7 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
 
 
 def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
-    """Load safetensors weights a few at a time to save memory; return ``False`` if names or shapes do not match."""
+    """Load safetensors weights a few at a time, or return ``False`` if their names or shapes do not match the model."""
     with open_tensors(folder, "model") as tensors:
         state = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         first: dict[int, str] = {}
@@ -145,8 +145,8 @@ def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
 def collect_progress(model: nn.Module) -> dict[str, Any]:
     """Return the training state of a model's pipelines that is not in the model's state dict.
 
-    The training state contains the number of pipeline calls (for execution plans), master weights, gradients that no
-    optimizer step has used yet, and buffers that are not in the state dict.
+    This state contains each pipeline's numbers of calls and of groups, the master weights, and buffers that are not in
+    the state dict. It also contains the gradients that no optimizer step has used yet.
     """
     pipelines, masters = {}, {}
     for prefix, pipeline in pipelines_of(model):

@@ -1,4 +1,4 @@
-"""``save_checkpoint``, in the caller's thread or in the background, and ``load_checkpoint``."""
+"""Save a checkpoint, in the caller's thread or in the background, and load a checkpoint."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def save_checkpoint(
         optimizer: PyTorch optimizer of the model's parameters, or a list of optimizers.
         scheduler: learning rate scheduler, or a list of schedulers.
         scaler: gradient scaler.
-        data: position in the training data: a dictionary of numbers, strings and tensors, of any nesting.
+        data: dictionary of numbers, strings and tensors, of any nesting, such as the position in the training data.
         keep: number of complete checkpoints to keep; older checkpoints are deleted. ``None`` keeps all.
         is_async: whether to copy the state in memory and write it in the background. If the background write fails,
             :meth:`Checkpoint.wait` or the next save into the folder raises the error.
@@ -216,7 +216,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _finish(folder: pathlib.Path, writing: Future[None] | None) -> None:
-    """Wait for a background save and raise its error, which later calls do not raise again."""
+    """Wait for a background save, and raise the error of the save if it failed."""
     if writing is None:
         return
     try:
@@ -252,7 +252,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint does not match the model, optimizer, scheduler or scaler, or another process
-            failed to load the checkpoint; no object was changed.
+            failed to load the checkpoint. The arguments are unchanged, unless a note on the error reports otherwise.
         DamagedCheckpointError: the folder has checkpoints, but all are damaged.
         MissingDependencyError: safetensors is not installed.
 
@@ -301,7 +301,7 @@ def load_checkpoint(
 
 
 def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
-    """Verify the files of a checkpoint, some in each process; return the first error of all processes, or ``None``."""
+    """Verify the files of a checkpoint, and return the first error that a process found, or ``None``."""
 
     def check() -> str | None:
         try:
@@ -316,7 +316,7 @@ def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
 def _restore(
     path: pathlib.Path, model: nn.Module, parts: training_state.TrainingObjects, ranks: CheckpointRanks
 ) -> dict[str, Any]:
-    """Restore optimizers and model from a checkpoint and return its ``data``; undo all if an optimizer fails."""
+    """Load a checkpoint into a model and its optimizers, and return the ``data`` that was saved with it."""
     with contextlib.ExitStack() as stack:
         undo = stack.enter_context(contextlib.ExitStack())
         # 1. All that can fail is read and checked while nothing has changed yet.

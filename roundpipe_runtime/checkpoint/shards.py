@@ -98,7 +98,7 @@ def read_shards(
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Hide the warning of torch.distributed that a single process reads or writes, which is intended."""
+    """Hide torch.distributed's warning that only a single process reads or writes the tensors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         yield

@@ -71,11 +71,11 @@ def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, Tenso
 
 
 def names_in_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split tensor names in order into lists of at most ``limit`` bytes; a larger tensor gets a separate list."""
+    """Split tensor names into lists, so that the tensors of each list have at most ``limit`` bytes."""
     parts: list[list[str]] = [[]]
     filled = 0
     for name, nbytes in sizes.items():
-        if parts[-1] and filled + nbytes > limit:
+        if parts[-1] and filled + nbytes > limit:  # a tensor above the limit is alone in its list
             parts.append([])
             filled = 0
         parts[-1].append(name)
@@ -92,7 +92,7 @@ def names_in_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def encode(value: Any, path: str, tensors: MutableMapping[str, Tensor]) -> Any:
-    """Encode a nested value for JSON; put its tensors into ``tensors``, under names made from their key paths.
+    """Encode a nested value for JSON, and put the tensors of this value into ``tensors``, named by their key paths.
 
     >>> encode({"step": 3, "betas": (0.9, float("inf"))}, "state", {})
     {'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}

@@ -1,4 +1,4 @@
-"""The commands of the program ``roundpipe``, of which ``roundpipe timeline`` is here, and how it prints errors."""
+"""Run the program ``roundpipe``, print its errors, and define its command ``roundpipe timeline``."""
 
 from __future__ import annotations
 

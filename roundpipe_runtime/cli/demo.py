@@ -1,7 +1,7 @@
 """``roundpipe demo``: train a transformer larger than its devices on real text, and compare with PyTorch alone.
 
 The pipeline and plain PyTorch start from the same weights and train on the same batches of 10 rows. The pipeline splits
-a batch into microbatches of 4, 3 and 3 rows. Separate steps before the training measure the peak memory of a device.
+a batch into microbatches of 4, 3 and 3 rows. Before the training, separate steps measure the peak memory of a device.
 """
 
 # help pages of Python --> bytes --> batch --+--> plain, on a device of 4 MB: refused
@@ -148,7 +148,7 @@ def _loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _train(
     console: Any, plain: nn.Module, pipeline: RoundPipe, steps: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], Timeline]:
-    """Train both models; return pairs of losses and pairs of seconds, by step, and the fastest step's timeline."""
+    """Train with plain PyTorch and with the pipeline; return losses, step times, and the fastest step's timeline."""
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=2e-3, fused=True)
     with OptimizerCtx():
         optimizer = Adam(pipeline.parameters(), lr=2e-3)

@@ -68,7 +68,7 @@ class MachineOptions:
         }
 
     def hardware(self, dtype: torch.dtype) -> Hardware:
-        """Return the hardware of the ``--machine`` file, or of this machine; other options replace single values."""
+        """Return the hardware of the ``--machine`` file, or else of this machine, changed by the other options."""
         if self.machine is None:
             devices = None if self.devices == "auto" else self.devices
             if devices is None and self.memory is not None and not torch.accelerator.is_available():
@@ -126,8 +126,9 @@ def _rate(option: str, value: float | None, unit: float) -> float | None:
 def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step: StepOptions) -> int:
     """Estimate the memory and step time of a training, without allocating anything.
 
-    The report states whether the training fits into memory, or else which settings fit, and the step time. --details
-    adds layers, stages, memory by use, and the tokens per step with which computing takes longer than transfers.
+    The report states the step time and whether the training fits into memory. If it does not fit, the report lists
+    other settings, and whether they fit. --details adds layers, stages and memory by use. It also adds the number of
+    tokens per step above which computing takes longer than transfers.
 
     Exit status: 0 the training fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
     """
@@ -451,7 +452,7 @@ def _time(report: PlanReport) -> list[str]:
 
 
 def _kept_instead(report: PlanReport, up: int) -> list[str]:
-    """Suggest ``--keep-parameters auto`` if the option reduces the copied bytes by over 5 % and memory is enough."""
+    """Suggest ``--keep-parameters auto`` if that reduces the copied bytes by more than 5 % and fits into memory."""
     if report.simulated.keep_parameters or report.too_large:
         return []
     keeping = report.simulate(keep_parameters="auto")

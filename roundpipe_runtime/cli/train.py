@@ -42,9 +42,9 @@ def train(
 ) -> int:
     """Train a language model on text; each device holds only as many layers at a time as fit.
 
-    Results match training without a pipeline. Ctrl-C finishes the step, writes a checkpoint and prints the line that
-    resumes from it, with bitwise identical results. Under torchrun, all processes train one model; after a restart the
-    processes resume by themselves.
+    Results match training without a pipeline. Ctrl-C finishes the current step, writes a checkpoint, and prints the
+    command that resumes the training. The resumed training has bitwise identical results. Under torchrun, all processes
+    train one model; after a restart the processes resume by themselves.
 
     Exit status: 0 trained, saved, and loaded again as a check; 2 the request cannot be served; 130 Ctrl-C; 143 SIGTERM.
     """
@@ -155,7 +155,6 @@ def _prepared(
 def _run(
     training: Training, pupil: _Pupil, output: pathlib.Path, files: FileOptions, given: Mapping[str, Any]
 ) -> tuning.Outcome:
-    """Train, print the progress, and save the model."""
     from tqdm.auto import tqdm
     from transformers import ProgressCallback
 
@@ -168,7 +167,7 @@ def _run(
 
         class Bar(ProgressCallback):  # type: ignore[misc] # transformers counts as untyped
             def on_log(self, *args: Any, **options: Any) -> None:
-                """Print nothing: ``show`` prints the lines about steps."""
+                """Print nothing, because ``show`` already prints a line about the step."""
 
         training.trainer.add_callback(Bar())
     always, log_every = (training.step + 1, training.steps), files.log_every or max(1, min(100, training.steps // 20))

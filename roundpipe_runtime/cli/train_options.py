@@ -1,4 +1,4 @@
-"""The options of ``roundpipe train`` with their help, in the order of ``--help``; one dataclass per concern."""
+"""Define the options of ``roundpipe train`` in the order of ``--help``, with a dataclass for each group of options."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class LearningOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """Options of ``roundpipe train`` for checkpoints, logs and other files, and for stopped processes."""
+    """Options of ``roundpipe train`` for checkpoints, logs and other files, and a time limit for stopped processes."""
 
     timeout: Annotated[
         float,
@@ -385,7 +385,7 @@ def check_host_option(host: str, update: str) -> None:
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """Return the dtype of this name; ``None`` for ``auto`` and ``same``, which mean the dtype of the weights."""
+    """Return the torch dtype of an option; ``None`` for ``auto`` and ``same``, which keep the dtype of the weights."""
     return None if name in ("auto", "same") else getattr(torch, name)
 
 
@@ -395,7 +395,7 @@ _LARGEST = 2**20  # bytes
 
 
 def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathlib.Path | None:
-    """Use the values in a YAML file as defaults of the options: the callback of ``--config``."""
+    """Use the values in a YAML file as defaults of the options; typer calls this function for ``--config``."""
     if path is None or context.resilient_parsing:
         return path
     require("yaml", purpose="--config", extra="train")
@@ -432,7 +432,7 @@ def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathl
 
 
 def _as_typed(value: object, place: str) -> Any:
-    """Convert a value of the YAML file to text, which the command line checks like the text of a typed option."""
+    """Convert a value of the YAML file to text, as if the user had typed the value on the command line."""
     if isinstance(value, list):
         return [_as_typed(one, place) for one in value]
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
 """Parse the argument ``devices=``, and run work of an accelerator in five streams, so that copies overlap compute.
 
-``Tensor.record_stream`` keeps a tensor's memory until the streams have read it. The host may change the source of a
-copy, such as a parameter, only after :meth:`synchronize`, which every forward and backward calls at its end.
+``Tensor.record_stream`` keeps a tensor's memory until the streams have read it. Before the host changes the source of a
+copy, such as a parameter, it must call :meth:`synchronize`, as each forward and backward pass does at its end.
 """
 
 # host         u u u | F F F             | u u u | F F F ...      submits work without waiting
@@ -55,7 +55,7 @@ class _StreamEvent:
 
 
 class _Visit(NamedTuple):
-    """A pipeline stage that was submitted to a device: bytes, and events at the end of its computation and copies."""
+    """A pipeline stage on a device, with the events at which its computation and its copies end."""
 
     nbytes: int
     computed: torch.Event
@@ -267,7 +267,7 @@ class AcceleratorDevice(Device):
 
 
 def _record(stream: torch.Stream, device: torch.device) -> torch.Event:
-    """Record an event; waiting for it does not occupy a CPU core, which the optimizer may need."""
+    """Record an event for which a thread can wait without using a CPU core."""
     return stream.record_event(torch.Event(device, blocking=True))
 
 

@@ -1,7 +1,7 @@
 """Find the tensors in quantized weights, such as 4-bit values and their scales, and rebuild weights from copies.
 
 A quantized weight is recognized by its method ``__tensor_flatten__`` or by tensors in its attributes, not by its
-library. Only frozen weights are rebuilt. :func:`check_copyable` first rebuilds one weight of each class as a test.
+library. Only frozen weights are rebuilt from copies. :func:`check_copyable` tests this for one weight of each class.
 """
 
 # a wrapper subclass   weight ── __tensor_flatten__ ──> qdata, scale ──> copies ── __tensor_unflatten__ ──> weight
@@ -49,7 +49,7 @@ def is_composite(parameter: torch.Tensor) -> bool:
 
 
 def states_of(module: nn.Module) -> list[StateSlot]:
-    """Return the attributes in which a module stores state for frozen quantized weights; ``[]`` for other modules."""
+    """Return the attributes in which a module stores data of its frozen quantized weights."""
     if not any(_is_in_few_bits(p) for p in module._parameters.values() if p is not None):
         return []
     found = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
@@ -57,7 +57,7 @@ def states_of(module: nn.Module) -> list[StateSlot]:
 
 
 def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the plain tensors among the values, and the tensors inside quantized weights, without duplicates."""
+    """Return all plain tensors in ``values``, including the tensors inside quantized weights, without duplicates."""
     found: dict[Any, torch.Tensor] = {}
     for value in values:
         is_whole = isinstance(value, torch.Tensor) and not is_composite(value)
@@ -92,7 +92,7 @@ def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Rebuilding:
-    """Copies quantized weights, and objects that modules store for them, by copying the tensors inside them."""
+    """Copies quantized weights, and attributes that modules store for these weights, by copying the tensors inside."""
 
     # place: function that returns the copy of a plain tensor, called once for a tensor that several values share
 
@@ -118,13 +118,13 @@ class Rebuilding:
         return copy
 
     def state(self, value: Any) -> Any:
-        """Return a copy of the state that a module stores for a quantized weight, also if the state has no tensors."""
+        """Return a copy of an attribute in which a module stores data of a quantized weight."""
         made = self.value(value)
         opened = _opened(value)
         return opened[1](opened[0]) if made is value and opened is not None else made
 
     def value(self, value: Any) -> Any:
-        """Return an equal value with copies of its tensors; a value without tensors is returned itself."""
+        """Return a value in which all tensors are replaced by copies; a value without tensors is returned itself."""
         if id(value) in self._made:
             return self._made[id(value)][1]
         if isinstance(value, torch.Tensor):
@@ -282,7 +282,7 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> s
 
 
 def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
-    """Return how a quantized weight differs from its copy, as the end of an error message; ``None`` if it does not."""
+    """Compare a quantized weight with its copy; return the difference as text, or ``None`` if they are equal."""
     if parameter.requires_grad:  # a weight that trains is copied by its class, and not rebuilt
         with torch.no_grad():
             torch.empty_like(parameter).copy_(parameter)

@@ -1,4 +1,4 @@
-"""Store tensors in a memory-mapped file on a disk, whose pages are in memory only while the tensors are used."""
+"""Store tensors in a memory-mapped file on a disk; the tensors occupy memory only while they are used."""
 
 # tensor ──> pages of this process ──> page cache ──> file
 #            `fetch`: a separate thread reads the pages from the file before they are used
@@ -111,7 +111,7 @@ class DiskMemory:
         return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride))
 
     def copy(self, key: Hashable, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Copy a dense host tensor to the disk, and store it under ``key``; several tensors may have the same key."""
+        """Copy a host tensor to the disk, and return the tensor on the disk."""
         place = self.next_empty(key, tensor, dtype)
         self.write(place, tensor.detach())
         return place
@@ -236,7 +236,7 @@ class DiskMemory:
             self._users += 1
 
     def close(self) -> None:
-        """Unregister a user of this disk memory; the last call ends the threads, and the tensors stay valid."""
+        """Unregister a user of this disk memory, and end the threads of the memory if it has no other users."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:
@@ -285,7 +285,7 @@ def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[lis
 
 
 def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Iterator[int]:
-    """Load lists of tensors from the disk, one ahead, and yield the index of the list that is in memory."""
+    """Yield the index of each group of tensors while the group is in memory; the next group is loaded meanwhile."""
     memory = next((found for group in groups for tensor in group if (found := disk_of(tensor)) is not None), None)
     if memory is None:
         yield from range(len(groups))

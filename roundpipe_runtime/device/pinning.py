@@ -20,7 +20,7 @@ from .transfer import sent_dtype
 
 
 class PinnedModel:
-    """Keeps the parameters and buffers of a model in pinned memory if one of its devices is an accelerator."""
+    """Keeps the parameters and buffers of a model in pinned memory if the model runs on an accelerator."""
 
     # how: `"alloc"` moves tensors into pinned memory, except views of a larger tensor, which stay pageable;
     # `"register"` pins tensors in place (CUDA only); `"off"` pins nothing
@@ -177,7 +177,7 @@ def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, dict[int, int]]]:
 
 
 class PinnedMemory:
-    """Pinned memory blocks (slabs), allocated at their first use, with an address range for each tensor."""
+    """Pinned memory for tensors: large blocks (slabs), each allocated when its first tensor is created."""
 
     # sizes: bytes of the place of each tensor, by a key
 
@@ -209,7 +209,7 @@ class PinnedMemory:
         return any(holder() is not None for holder in self._holders.values())
 
     def empty_like(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return an uninitialised tensor in the address range of a key; deleting the tensor frees the range."""
+        """Return an uninitialised tensor in the memory reserved for a key; deleting the tensor frees this memory."""
         # tensor: tensor of the same shape, strides and dtype
         # returns: `None` if the place is taken or has another size, or if the strides leave gaps
         if self._sizes.get(key) != tensor.nbytes or not is_dense(tensor):
@@ -230,7 +230,7 @@ class PinnedMemory:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's strides leave no gaps in memory; torch's copies preserve only gapless strides."""
+    """Return whether the elements of a tensor fill its memory without gaps."""
     if tensor.layout != torch.strided:
         return False
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -58,17 +58,17 @@ class Device(Protocol):
             target: device memory into which the rows are copied.
             source: host tensor from which the rows are copied.
             runs: ranges of rows to copy, as pairs ``(start, stop)``.
-            after_compute: whether the copy waits for all earlier computations on the device, which is needed if these
-                have written to ``target`` (default: ``False``).
+            after_compute: whether the copy waits for all earlier computations on the device; ``False`` by default. Pass
+                ``True`` if an earlier computation may have written to ``target``.
         """
 
     def copy_rows_out(
         self, tensor: torch.Tensor, runs: Runs, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a host tensor with copies of some rows and zeros elsewhere; ``tensor`` must not change afterwards.
+        """Return a host tensor with copies of some rows of a device tensor, and zeros in all other rows.
 
         Args:
-            tensor: device tensor to copy from.
+            tensor: device tensor to copy from, which must not change after this call.
             runs: ranges of rows to copy, as pairs ``(start, stop)``.
             target: host tensor to copy to, which a device may ignore (default: a new tensor).
 
@@ -86,7 +86,7 @@ class Device(Protocol):
 
         Args:
             tensor: device tensor to copy from.
-            last: whether the tensor is not written any more, so that no later computation has to wait for the copy.
+            last: whether the device tensor is never written again; later computations then do not wait for the copy.
             parameter: whether ``tensor`` is a parameter or gradient, whose copy must not delay copies of activations.
             target: host tensor to copy to, which a device may ignore (default: a new tensor).
 
@@ -105,11 +105,11 @@ class Device(Protocol):
         """Wait for enough memory, then run one pipeline stage in a with block: copy, use and release its parameters.
 
         Args:
-            nbytes: bytes of the parameters and gradients of the stage (default: 1).
+            nbytes: size of the parameters and gradients of the stage in bytes; 1 by default.
 
         Returns:
-            A context manager that yields a function ``nbytes -> bool``, which checks whether the device has memory for
-            the next stage. Devices that never load the next stage in advance yield ``None``.
+            A context manager that yields a function ``nbytes -> bool``, or ``None`` for a device that never loads the
+            next stage in advance. The function checks whether the device has memory for the next stage.
         """
 
     def synchronize(self) -> None:
@@ -153,12 +153,12 @@ NOW = _Passed()
 
 
 class Clock:
-    """Measures when the work of a device begins and ends; without asynchronous work, by the time of the host."""
+    """Measures when the work of a device begins and ends; this base class is for devices without asynchronous work."""
 
     is_late = False  # whether times are known only after the device has completed its asynchronous work
 
     def now(self, kind: str) -> float | torch.Event:
-        """Return the time when the device has done its work so far, or an event whose time is known later."""
+        """Return the end time of the work submitted so far, or an event that :meth:`seconds` converts to this time."""
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
         return time.perf_counter()
 

@@ -24,7 +24,7 @@ from .protocol import Device, Event
 
 
 class Static:
-    """Base of classes whose objects contain no tensors, and which the pipeline passes to the next layer unchanged."""
+    """Base class of objects without tensors, which the pipeline passes to the next layer unchanged."""
 
     __slots__ = ()
 
@@ -271,7 +271,7 @@ def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any
 
 
 def _opened(function: Any, tensors: list[torch.Tensor]) -> Callable[[Sequence[Any]], Any]:
-    """Append tensors in a closure to ``tensors``; return a callable that makes the same function with other tensors."""
+    """Append the tensors in a function's closure to ``tensors``; return a maker of the function with other tensors."""
     held_by: tuple[Any, ...] = ()
     if isinstance(function, functools.partial):
         held_by = (function.func, function.args, function.keywords)

@@ -39,8 +39,8 @@ class VirtualDevice(Device):
 
     Args:
         name: name in errors and timelines.
-        check: whether to fill released memory with NaN, and to raise an error for a read of memory that is not written
-            yet, was released, or belongs to another device.
+        check: whether to check reads of memory. If so, released memory is filled with NaN, and a read raises an error
+            if the memory is not written yet, was released, or belongs to another device.
         memory_limit: largest number of bytes that the device may allocate; ``None`` for no limit.
 
     Attributes:

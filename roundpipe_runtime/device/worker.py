@@ -1,4 +1,4 @@
-"""Run work in threads, one per device: results, errors, Ctrl-C, forks, and the shared random generator."""
+"""Run the work of each device in a separate thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class StoppedRun(BaseException):
-    """Ends a thread's work on a forward or backward that failed in another thread. Users never see this exception."""
+    """Raised in a thread when the forward or backward pass failed in another thread; users never see this exception."""
 
 
 class Worker:
@@ -77,7 +77,7 @@ _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Mailbox:
-    """Passes results between the threads of one forward or backward, until one of the threads fails."""
+    """Passes results between the threads of one forward or backward pass, until one of the threads fails."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -117,7 +117,7 @@ class Mailbox:
 
 
 def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
-    """Wait until all threads of a forward or backward have ended, then raise the error of the first that failed."""
+    """Wait for the end of all threads of a forward or backward pass, then raise the error that occurred first."""
     # Ctrl-C during the wait stops each thread after its current layer
     try:
         wait_for_futures(work)

@@ -1,4 +1,4 @@
-"""Keep whole parameters on every rank, but master weights and optimizer state in shards; compute gradient norms."""
+"""Keep whole parameters on every rank, but split master weights and optimizer state between the ranks."""
 
 # parameter       every rank has the whole parameter: layers run as in one process
 # target          DTensor that the optimizer updates: Shard(0) of a matrix, all of a vector; in optim_dtype, or a view
@@ -35,7 +35,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RankStore(ParameterStore):
-    """Stores parameters and the tensors that the optimizer updates (targets), both whole on every rank."""
+    """Stores all parameters, and all tensors that the optimizer updates, on every rank."""
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None, ranks: Ranks) -> None:
         super().__init__(model, optim_dtype)
@@ -49,11 +49,11 @@ class RankStore(ParameterStore):
         return self.gradient_dtype(parameter)
 
     def start_publication(self) -> None:
-        """After an optimizer step of all ranks, let :meth:`refresh` exchange the new weights of each layer once."""
+        """Make the next :meth:`refresh` of each parameter exchange its new values between the ranks."""
 
 
 class ShardedStore(RankStore):
-    """Stores whole parameters on every rank; the tensors that the optimizer updates (targets) are shards."""
+    """Stores whole parameters on every rank, but splits the tensors that the optimizer updates between ranks."""
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None, ranks: Ranks) -> None:
         super().__init__(model, optim_dtype, ranks)
@@ -197,7 +197,7 @@ class Target:
         self.note(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Copy ``requires_grad`` of a parameter to its target; create a master weight when it first becomes true."""
+        """Copy ``requires_grad`` from a parameter to the tensor that the optimizer updates for this parameter."""
         if parameter.requires_grad and not self.is_master and self._has_own_rows:
             self._replace(self.rows(parameter).to(self._dtype, copy=True))
             self.is_master = True
@@ -277,7 +277,7 @@ class RankSteps(StepRunner):
         self.run(step)
 
     def run_ended(self) -> None:
-        """After a successful pipeline call, exchange the weights of an optimizer step that ran in parallel with it."""
+        """After a successful pipeline call, exchange the weights of an optimizer step that ran during the call."""
         if self._unpublished:
             self.wait_update()
             self._start_publication()
@@ -350,7 +350,7 @@ class RankSteps(StepRunner):
 
 @cache
 def _runners() -> weakref.WeakSet[RankSteps]:
-    """Return all open pipelines; after each optimizer step, hooks exchange the updated weights between the ranks."""
+    """Return the set of the :class:`RankSteps` of all open pipelines."""
     found: weakref.WeakSet[RankSteps] = weakref.WeakSet()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -383,7 +383,7 @@ def shards(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int) -> list[torch.Tensor]:
-    """Cut a gradient into one view for each rank: the rows that the rank sums over all groups of the batch.
+    """Split a gradient into one view for each rank; each rank sums the gradients of the rows in its view.
 
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
     [2, 2, 2, 1]

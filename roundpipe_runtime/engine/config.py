@@ -29,27 +29,32 @@ class RoundPipeRunConfig:
         num_microbatch: number of microbatches per batch (default: number of devices + 1).
         split_input: rule for splitting arguments, see :func:`roundpipe_runtime.batch.split` (default: along the batch).
         split_label: rule for splitting labels (default: along the batch).
-        merge_output: rule for joining outputs, see :func:`roundpipe_runtime.batch.join` (default: ``True``, which
-            concatenates outputs along the batch). With ``merge_output=False``, outputs are not joined, and each output
-            tensor is replaced by a :class:`RoundPipePackedData`.
+        merge_output: rule for joining the outputs of microbatches, see :func:`roundpipe_runtime.batch.join` (default:
+            ``True``). With ``merge_output=True``, outputs are concatenated along the batch. With
+            ``merge_output=False``, outputs are not joined, and each output tensor is replaced by a
+            :class:`RoundPipePackedData`.
         execute_plan: layers of each pipeline stage (default: planned automatically from measured times).
         loss_reduction: how the losses of microbatches are combined to the loss of the batch (default: ``"auto"``). With
-            ``loss_reduction="auto"``, loss and gradients equal those without a pipeline. A test with a few rows finds
-            weights with which the losses of microbatches add up to the loss of the batch; if there are none, the loss
-            is computed once from the joined outputs. ``"mean"``: the loss of a microbatch is a mean over rows, and the
-            loss of the batch is the mean over all rows. ``"sum"``: losses are added, for a script that divides by the
-            number of microbatches. ``"joined"``: the loss is computed once, from the joined outputs.
-        last_stage_copies: number of devices that compute the last layer and the loss in ``forward_backward``, each for
-            a share of the microbatches, if ``execute_plan`` is automatic (default: 1). ``last_stage_copies="auto"``: a
-            simulation chooses the number of devices. Results do not depend on ``last_stage_copies``.
-        keep_parameters: GB of each device's memory for parameters that stay there after use, frozen parameters first,
-            so that only changed parameters are uploaded again (default: 0). With ``keep_parameters="auto"``, all
-            parameters stay on the device if parameters and gradients fit, else as many as fit in addition to the
-            stages. Call :meth:`RoundPipe.drop_kept_parameters` after a write through ``parameter.data``, which is only
-            detected by sampling.
+            ``loss_reduction="auto"``, loss and gradients equal those without a pipeline. A test with a few rows of the
+            batch searches for weights with which the losses of microbatches add up to the loss of the batch. If the
+            test finds no such weights, the loss is computed once from the joined outputs. ``"mean"``: the loss of a
+            microbatch is a mean over rows, and the loss of the batch is the mean over all rows. ``"sum"``: the losses
+            of microbatches are added, for a script that divides the loss by the number of microbatches. ``"joined"``:
+            the loss is computed once, from the joined outputs.
+        last_stage_copies: number of devices that compute the last layer and the loss in ``forward_backward`` (default:
+            1). Each of these devices computes some of the microbatches. The number applies only if ``execute_plan`` is
+            automatic. With ``last_stage_copies="auto"``, a simulation chooses the number of devices. Results do not
+            depend on ``last_stage_copies``.
+        keep_parameters: GB of each device's memory for parameters that stay on the device after use, so that only
+            changed parameters are uploaded again (default: 0). Frozen parameters have priority. With
+            ``keep_parameters="auto"``, all parameters stay on the device if parameters and gradients fit into 60 % of
+            its memory. Otherwise, as many parameters stay as fit into this share in addition to the pipeline stages.
+            Call :meth:`RoundPipe.drop_kept_parameters` after a write through ``parameter.data``, because the pipeline
+            detects such a write only if the write changes one of a few sampled values.
         upload_experts: which experts of a mixture-of-experts layer are copied to a device (default: ``"routed"``).
-            ``"routed"``: only the experts that get tokens are copied, unless batches of this size need most experts.
-            ``"all"``: all experts are copied before the layer runs. ``"routed"`` and ``"all"`` give identical results.
+            ``"routed"``: only the experts that get tokens are copied. If the last measured call with inputs of the same
+            size used more than 75 % of a layer's experts, all experts of the layer are copied before it runs.
+            ``"all"``: all experts are copied before the layer runs. Both values give identical results.
 
     Raises:
         ConfigError: a field has an invalid value.
@@ -168,7 +173,7 @@ _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class CompiledLayers:
-    """The layers of a pipeline, compiled with ``torch.compile``; they are used when gradients are computed."""
+    """The layers of a pipeline that run compiled (``torch.compile``) when gradients are computed."""
 
     # options: keyword arguments of `torch.compile`; `None` disables it
 
@@ -184,8 +189,8 @@ class CompiledLayers:
             if isinstance(target, nn.Module) and any(True for _ in target.parameters())
         }
 
-    def standing(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Use the compiled code of a layer for its calls in the with block; the caller must hold the layer's lock."""
+    def standing(self, index: int) -> contextlib.AbstractContextManager[None]:  # the caller holds the layer's lock
+        """Use the compiled code of a layer for all calls of the layer in the with block."""
         target, called = self._called.get(index, (None, None))
         return contextlib.nullcontext() if target is None else AttributePatch(target, _CALLED, called)
 

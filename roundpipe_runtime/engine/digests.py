@@ -2,9 +2,9 @@
 
 A projection is a weighted sum of a gradient's values with random factors, equal for all gradients of one size. The mean
 square of the differences between projections of two gradients estimates the squared norm of the gradients' difference
-(Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996); with sixteen
-projections, the norm is rarely wrong by 50 %. The factors are uniform numbers, not signs (1 or -1) as in the article,
-so that errors in two elements cannot cancel exactly. Projections of gradients can be added, as they are linear.
+(Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996). With sixteen
+projections, the estimated norm is rarely wrong by 50 %. The factors are uniform numbers, not signs (1 or -1) as in the
+article, so that errors in two elements cannot cancel exactly. Projections can be added, because they are linear.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def is_digested(tensor: torch.Tensor) -> bool:
 
 
 def _signs(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-    """Return pseudo-random signs (1 or -1) that depend only on the sizes, without use of a random generator."""
+    """Return pseudo-random signs (1 or -1) that depend only on ``rows`` and ``columns``."""
     numbers = torch.arange(rows * columns, device=like.device).reshape(rows, columns)
     mixed = (numbers * 2654435761 + 40503) % 4294967296
     mixed = ((mixed >> 15) ^ mixed) * 2246822519 % 4294967296

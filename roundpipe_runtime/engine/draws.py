@@ -81,9 +81,8 @@ class Draws:
         self.end()
 
     def end(self) -> None:
-        """End this pipeline call; a later call that starts in the same generator state may then get the same seeds."""
         with _LOCK:
-            _UNDER_WAY.discard(self)
+            _UNDER_WAY.discard(self)  # a later call in the same generator state may now get the same seeds
 
 
 @dataclasses.dataclass(slots=True)
@@ -177,7 +176,7 @@ class ProcessState:
         return self.mark == _mark(torch.default_generator.get_state()) and self.others == process_marks()
 
     def is_moved(self) -> bool:
-        """Return whether only pipeline calls have used random generators of this process since the object was made."""
+        """Return whether only pipeline calls have used random generators since this state was recorded."""
         here: object = self.mark, self.others
         now = ProcessState()
         moves = list(_MOVES)
@@ -377,8 +376,8 @@ _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary
 def traits_of(code: Any) -> LayerTraits:
     """Return what is known about a layer or a loss function, such as whether it draws random numbers.
 
-    An object without weak references, such as a tuple, gets a new :class:`LayerTraits` in each call, and is assumed to
-    use activation checkpointing (``reenters``), in which the backward calls forward code again.
+    For an object that does not support weak references, such as a tuple, each call returns a new :class:`LayerTraits`.
+    In this result, ``reenters`` is true, because the object may use activation checkpointing.
 
     >>> from torch import nn
     >>> layer = nn.Linear(1, 1)

@@ -103,7 +103,7 @@ class Engine(RunLifecycle):
             return output
 
     def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:
-        """Run the forward; outputs of a run for training are connected to the caller's autograd graph."""
+        """Run the forward, and connect the outputs to the caller's autograd graph if a backward can follow."""
         if run.spec.kind != "train":
             self.execute(run, host_values)
             return [one.rebuild() for one in run.outputs]
@@ -246,7 +246,7 @@ class Engine(RunLifecycle):
                 self.row_check.end()
 
     def cut(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
-        """Split this process's rows of a batch into groups, and each group into microbatches; a group may be empty."""
+        """Split this process's rows of a batch into groups, and each group into microbatches."""
         count = len(self.groups.own)
         check_labels(batch.label)
         if count == 1:
@@ -264,7 +264,7 @@ class Engine(RunLifecycle):
         return parts + [[] for _ in range(count - len(parts))]
 
     def cut_group(self, batch: FlatBatch, config: RoundPipeRunConfig, *, is_cut: bool = False) -> list[FlatMicrobatch]:
-        """Split a group of rows into microbatches; ``is_cut`` states that other groups have rows of the same batch."""
+        # is_cut: whether other groups have rows of the same batch
         microbatches = self.split(batch, config)
         rows = [microbatch.rows for microbatch in microbatches]
         if self.row_check is not None and (is_cut or len(rows) > 1):
@@ -286,7 +286,7 @@ def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor,
 
 
 class _Pipeline(torch.autograd.Function):
-    """An autograd function that runs the pipeline's stages: forward stages in ``forward``, others in ``backward``."""
+    """An autograd function whose ``forward`` and ``backward`` run the forward and backward stages of a pipeline."""
 
     @staticmethod
     def forward(

@@ -52,7 +52,7 @@ from .stage.visit import CopyVisit, Visit, run_stage
 
 
 class CannotTryError(Exception):
-    """The layers do not run on a few rows of a batch, so a check is not possible; the message gives the reason."""
+    """The layers cannot be checked, because the layers do not run on a few rows of a batch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class EngineOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PipelineProgress:
-    """The training progress of a pipeline, which a checkpoint stores with its parameters and buffers.
+    """The training progress of a pipeline; a checkpoint stores it in addition to parameters and buffers.
 
     Attributes:
-        runs: Number of completed pipeline calls; execution plans are computed again after 1, 2, 4, 8, ... calls.
+        runs: Number of completed pipeline calls. Execution plans are computed again after 1, 2, 4, 8, ... calls.
         masters: Master weights: copies of parameters in the optimizer's dtype, by parameter name (default: none).
         gradients: Accumulated gradients that no optimizer step has used yet, by parameter name (default: none).
         replicas: Number of groups of rows that each batch was split into (default: not known).
@@ -272,7 +272,7 @@ class RunLifecycle:
         )
 
     def execute(self, run: Run, inputs: Sequence[HostValue]) -> None:
-        """Run the forward; a fused run also runs the backward."""
+        """Run the stages of a run, except backward stages that :meth:`execute_backward` runs later."""
         run.start_all(inputs)
         self._execute(run, [stage for stage in run.spec.stages if run.spec.kind != "train" or stage.kind == "forward"])
 
@@ -433,7 +433,7 @@ class RunLifecycle:
 
     @contextlib.contextmanager
     def _leaving_no_trace(self) -> Iterator[None]:
-        """Suppress warnings in the with block; then restore the gradient mode and the round robin over devices."""
+        """Suppress warnings in the with block, and restore the state of the pipeline after it."""
         with warnings.catch_warnings(), self.lock, gradient_mode_kept():
             warnings.simplefilter("ignore")  # warnings about single rows or missing gradients do not concern the user
             cursor = self.round_robin.cursor

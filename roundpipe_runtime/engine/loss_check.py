@@ -1,8 +1,8 @@
 """Check on a few rows how the losses of microbatches add up, before a pipeline call computes gradients.
 
 For a few rows of the batch, and for two parts of these rows, the layers compute outputs, and `batch/loss_proof` calls
-the loss function. If all labels of the few rows are ignored, or no loss of the few rows is finite, the check uses a
-whole microbatch. The check restores the state of the loss function and of random generators.
+the loss function. If all labels of these rows are ignored, or if no loss of these rows is finite, the check uses all
+rows of a microbatch. The check restores the state of the loss function and of random generators.
 """
 
 # loss_reduction="auto"    use matching weights of microbatches; if there are none, compute the loss of joined outputs
@@ -83,7 +83,7 @@ Loss: TypeAlias = Callable[[int, Sequence[Any]], Part]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Inputs of trial calls of the loss function: outputs and labels of a few rows, and of two parts of these rows."""
+    """Inputs of trial calls of the loss function: outputs and labels of a few rows of a batch."""
 
     leaves: Sequence[Sequence[Any]]  # leaves for all rows, then for each part
     rows: Sequence[int]  # number of all rows, then of each part
@@ -114,7 +114,7 @@ class Sample:
         again: bool,
         as_stated: bool = False,
     ) -> Proof:
-        """Find the first kind of weights in ``ways`` with which losses of parts add up to the loss of all rows."""
+        """Find weights with which the losses of parts of the rows add up to the loss of all rows."""
         # called: object whose changes by the calls are undone
         # again: whether the weights were checked before, so that only the batch's own values are compared
         columns = {
@@ -156,7 +156,7 @@ class Sample:
         return found[0], found[1:], [*own, *other_leaves([one for part in found for one in part.losses], trained)]
 
     def widened(self) -> Sample:
-        """Return outputs and labels in 32-bit dtypes: 16-bit rounding may hide wrong weights or look like an error."""
+        """Return the same outputs and labels in 32-bit dtypes, since 16-bit rounding may hide wrong weights."""
         if all(in_32_bits(leaf) is leaf for leaf in self.leaves[0]):
             return self
         others = {place: in_32_bits(one) for place, one in self.others.items()}
@@ -200,7 +200,6 @@ def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
 
 
 def on_host(value: Any) -> Any:
-    """Return a label in CPU memory, where the compared outputs are, because the caller's label may be on a device."""
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -212,7 +211,7 @@ def loss_code(function: Any) -> Hashable:
 
 
 class LossChecks:
-    """Checks how the losses of microbatches add up, at calls 1, 2, 4, ... with inputs of the same structure."""
+    """Checks how the losses of microbatches add up, and stores the results for later pipeline calls."""
 
     def __init__(self) -> None:
         self.proofs: dict[Hashable, LossProof] = {}
@@ -220,7 +219,7 @@ class LossChecks:
         self._unclear: str | None = None  # why this call could not be checked
 
     def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
-        """Return how microbatch losses add up: the stored result for this ``kind`` of call, or that of a new check."""
+        """Return how the losses of microbatches add up, from an earlier check of similar calls or a new check."""
         # show: function that returns a new proof, given an earlier proof whose weights must match again
         known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
         # a loss that was not a weighted sum once is never treated as a weighted sum later
@@ -317,7 +316,7 @@ def _proof(loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, know
 
 
 def kind_of_value(value: Any) -> Hashable:
-    """Return properties of an argument or label, such as the dtype, that may decide which code of the loss runs."""
+    """Return properties of an argument, such as its dtype, by which a loss function may choose a branch."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim()
     return (type(value), value) if isinstance(value, bool | str) else type(value).__qualname__

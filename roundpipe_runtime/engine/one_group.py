@@ -52,7 +52,7 @@ class OneGroup:
         return StepRunner(store, table, scan)
 
     def begin(self, engine: Any, model: nn.Module) -> None:
-        """Check that all ranks create the same engine and model; one process has nothing to check."""
+        """Check that all ranks create the same engine and model."""
 
     def entering(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that sends errors to ranks that wait for this rank; no effect with one process."""
@@ -63,7 +63,7 @@ class OneGroup:
         return contextlib.nullcontext()
 
     def stopping(self, run: Run) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which an error of another rank stops ``run``; no effect with one process."""
+        """Return a context manager in which an error of another rank stops the work of ``run`` on this rank."""
         return contextlib.nullcontext()
 
     def rows_of_batch(self, rows: int) -> int:
@@ -73,7 +73,7 @@ class OneGroup:
         return engine.forward_here(args, kwargs, config)
 
     def calling(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for a call, which errors of other ranks can stop; no effect with one process."""
+        """Return a context manager in which an error of another rank stops the pipeline call on this rank."""
         return contextlib.nullcontext()
 
     def open(self, engine: Any, name: str, cut: Callable[[], Cutting], config: RoundPipeRunConfig) -> Call:
@@ -132,7 +132,8 @@ class Call:
     land: Callable[[int, int, Gradients], None] | None = None
 
     def losses(self, turn: int) -> LossContract:
-        """Return the collector of the losses of one group of batch rows; ``turn`` is its index in this process."""
+        """Return the object that collects the losses of one group of batch rows."""
+        # turn: index of the group in this process
         return self.contract
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:

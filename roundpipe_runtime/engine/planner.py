@@ -1,4 +1,4 @@
-"""Measure times of layers and copies, from which stages, threads and the parameters kept on devices are chosen."""
+"""Measure how long layers and copies take, and plan stages, threads and device memory for a pipeline."""
 
 from __future__ import annotations
 
@@ -125,14 +125,14 @@ class Planner:
 
 
 def stage_limit(memory_limit: float | None) -> float | None:
-    """Return the bytes that one stage may use: half of a limit in GB, because the next stage is loaded in parallel."""
+    """Return how many bytes of device memory one stage may use, while the next stage is loaded in parallel."""
     return None if memory_limit is None else memory_limit * 1e9 / 2
 
 
 def guessed_costs(
     layers: Sequence[nn.Module], rule: TableRule, gradient_dtype: Callable[[nn.Parameter], torch.dtype]
 ) -> list[LayerCost]:
-    """Estimate costs of layers that have not run yet; of a large embedding or head, count only the copied bytes."""
+    """Estimate the time and memory of layers that have not run yet."""
     costs = []
     for layer, contents in zip(layers, rule.mark(scan(layers)), strict=True):
         cost = analytic_cost(layer, gradient_dtype)

@@ -103,7 +103,6 @@ def _alone(
     """Return the result of ``call()`` with seeded generators, while no other thread draws random numbers."""
 
     def seeded(call: Callable[[], T], generators: Sequence[Generator]) -> tuple[T, set[int] | None]:
-        """Return the result of ``call()`` and the keys of the random generators that the call used."""
         # `(result, None)` is returned if the call used a generator of Python or NumPy that is not in `generators`.
         outside = torch.get_rng_state()
         found = [(one, one.get()) for one in generators]

@@ -1,10 +1,10 @@
 """Check that layers compute each row of a batch independently, before the batch is split into microbatches.
 
-During the check, dropout is off, and torch's random functions return a constant. Some layers still draw random numbers,
-such as numbers from NumPy. For such layers, one of three rows is replaced by a copy of another row, and the outputs of
-the other rows must stay the same: both calls draw the same numbers. A backward may also mix rows: it may divide
-gradients by the number of rows. Rounding can change a choice between nearly equal values, such as the expert of a
-token, so other rows are tried before an error is raised.
+During the check, dropout is off, and torch's random functions return a constant. Some layers draw random numbers in
+other ways, such as from NumPy. Such a layer is called again with the same random numbers after one of three rows was
+replaced by a copy of another row. The outputs for the unchanged rows must stay equal. A backward may also mix rows, for
+example if the backward divides gradients by the number of rows. Rounding can change a choice between nearly equal
+values, such as the expert of a token, so other rows are tried before an error is raised.
 """
 
 # rows a, b, c; their outputs a', b', c'
@@ -58,7 +58,7 @@ _Hook: TypeAlias = Callable[..., Any]
 
 @dataclasses.dataclass
 class RowTrial:
-    """A few rows of a batch, together and in two parts; layers run on both, and the outputs are compared."""
+    """A few rows of a batch and the same rows in two parts, for a comparison of the outputs of layers."""
 
     whole: FlatMicrobatch  # the rows
     parts: Sequence[FlatMicrobatch]  # the same rows in two parts
@@ -92,7 +92,7 @@ class RowCheck:
     def check(
         self, engine: RunLifecycle, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig
     ) -> None:
-        """Check in calls 1, 2, 4, ..., and after layers change, that layers treat rows independently."""
+        """Check that layers treat the rows of a batch independently, if a check is due in this pipeline call."""
         self.tried.clear()
         self.is_nonlinear = False
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
@@ -334,7 +334,6 @@ class _Comparison:
         return [*map(self._leaves_of, self._outputs(microbatches, number, trial, together=together))]
 
     def _outputs(self, given: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool) -> list[Any]:
-        """Return outputs of all microbatches run at once (``together``) or one by one, from the same layer state."""
         found: list[Any] = []
         for run in [given] if together else [[one] for one in given]:
             self.restart()
@@ -348,7 +347,7 @@ def few_rows(
     config: RoundPipeRunConfig,
     split_again: Callable[[FlatBatch, RoundPipeRunConfig], RoundPipeRunConfig] = lambda few, config: config,
 ) -> Iterator[RowTrial]:
-    """Yield :class:`RowTrial` objects with a few rows of the batch each; none if the rows cannot be split in two."""
+    """Yield :class:`RowTrial` objects, each with a few rows of the batch."""
     # split_again: function that returns the settings for splitting a few rows into two parts. Default: those of the
     # batch.
     in_two = dataclasses.replace(config, num_microbatch=2)
@@ -367,7 +366,7 @@ def few_rows(
 
 
 def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) -> list[Any]:
-    """Return the tensors of one part of the rows; a tensor that all rows share is returned uncut."""
+    """Return the tensors for one part of the rows; a tensor that belongs to all rows is not split."""
     # cut: tensors of the part; some: tensors of the rows before the cut; of_batch: tensors of all rows
     # A leaf is shared if its shape is that of the leaf of the whole batch. If all shapes are equal, no leaf is shared.
     same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(some, of_batch, strict=False)]
@@ -397,7 +396,8 @@ def _name_batch_norms(layers: Sequence[nn.Module]) -> list[str]:
 
 @contextlib.contextmanager
 def set_apart(layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Set batch norms to evaluation mode inside the block; yield a function that restores the attributes of layers."""
+    """Set batch norms to evaluation mode inside the with block."""
+    # yields: function that restores the attributes of the layers
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
     hooks = [hook for m in modules for name in _HOOKS for hook in getattr(m, name).values() if not _is_of_library(hook)]
@@ -458,7 +458,7 @@ def mixes_rows(
 
 
 def rows_of(whole: object, part: object, count: int) -> int | None:
-    """Return the axis along which ``part``, a tensor for fewer rows, is smaller than ``whole``; ``None`` if unclear."""
+    """Return the axis of the rows: the only axis along which the sizes of ``whole`` and ``part`` differ."""
     if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor) or whole.dim() != part.dim():
         return None
     axes = [axis for axis, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other]

@@ -1,4 +1,4 @@
-"""A run: one pass of all microbatches through the layers, its settings, and its results until they are committed."""
+"""Settings and results of a run: one pass of all microbatches through the layers of a pipeline."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ Trial: TypeAlias = Literal["parts", "others"]
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """The settings of one pass through the layers, fixed in advance: kind, stages, layers, seeds and loss function."""
+    """The settings of one run, such as pipeline stages, seeds and loss function."""
 
     kind: RunType  # `"infer"`, `"train"` (forward now, backward later) or `"fused"`
     stages: Sequence[Stage]  # in the order of dispatch
@@ -205,9 +205,9 @@ Copies: TypeAlias = list[tuple[torch.Tensor, Event] | None]
 
 @dataclasses.dataclass
 class Collected:
-    """The results of pipeline stages, stored until they are written to the model; one stage writes each entry."""
+    """Stores the results of pipeline stages until the results are written to the model."""
 
-    # keys of pairs are (layer, microbatch)
+    # keys of pairs are (layer, microbatch); each entry is written by one stage only
     buffers: WrittenBuffers  # buffers that layers wrote
     outputs: dict[int, HostValue] = field(default_factory=dict)  # outputs of the last layer, by microbatch
     saved: dict[tuple[int, int], HostValue] = field(default_factory=dict)  # inputs from which a recomputation starts
@@ -249,7 +249,7 @@ class WrittenBuffers:
         self._final[layer] = written
 
     def follow(self, layer: int, written: Buffers) -> None:
-        """Store a layer's buffers after one microbatch, from which a recomputation of the next microbatch can start."""
+        """Store a layer's buffers after one microbatch, for a recomputation of the next microbatch."""
         self._trail.setdefault(layer, []).append(written)
 
     def before(self, layer: int, microbatch: int) -> Buffers:
@@ -308,8 +308,8 @@ class WrittenBuffers:
             for number in written:
                 self._at_start[layer, number] = self._contents[layer].buffers[number].tensor.clone()
 
-    def commit(self, *, keep_start: bool) -> None:
-        """Write the final values of the buffers to the model; call :meth:`check` before."""
+    def commit(self, *, keep_start: bool) -> None:  # after `check`
+        """Write the final values of the buffers to the model."""
         if keep_start:
             self.keep_start()
         for (layer, number), value in self.final().items():

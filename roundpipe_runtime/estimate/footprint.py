@@ -1,7 +1,7 @@
 """Count the memory and operations of torch code, and of each layer of a pipeline on one microbatch.
 
-Layers are called one by one, forward and backward, as a stage calls them. Parameters and batch may be on ``meta``,
-where a tensor counts as much as on a device and uses no memory.
+The layers run one after the other, each forward and backward. Parameters and inputs may be ``meta`` tensors, which use
+no memory; each of them counts as a tensor of the same size on a device.
 """
 
 from __future__ import annotations
@@ -117,7 +117,6 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _grouped(args: Any) -> int:
-    """Return the operations of a grouped product, in which each row is multiplied by the matrix of its group."""
     first: torch.Size = args[0].shape
     second: torch.Size = args[1].shape
     if len(first) == 2:  # rows times a matrix per group, or times other rows, for the gradients of the matrices
@@ -271,7 +270,7 @@ def _form(value: Any) -> Hashable:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerFootprint:
-    """Memory, in bytes on the device, and operations of a layer on one microbatch.
+    """The device memory (in bytes) and the number of operations that one layer needs for one microbatch.
 
     Attributes:
         name: name of the layer.
@@ -282,20 +281,20 @@ class LayerFootprint:
         grads_in: size of the gradients of the inputs.
         grads_out: size of the gradients of the outputs.
         forward_peak: peak memory of the forward with its autograd graph, without the inputs.
-        held: memory in use after the forward, without the inputs: tensors saved for backward, and new outputs.
-        backward_peak: peak memory of the backward, with the tensors that the forward saved, without ``inputs``,
+        held: memory in use after the forward: tensors saved for backward, and new outputs. Inputs are not counted.
+        backward_peak: peak memory of the backward. It includes the tensors that the forward saved, but not ``inputs``,
             ``grads_out`` and ``grad_bytes``.
         forward_flops: number of operations of a forward.
         backward_flops: number of operations of a backward, without the recomputed forward.
         frozen_bytes: size of the frozen parameters, which ``param_bytes`` includes (default: 0).
         trained_bytes: size of the trained parameters, which ``param_bytes`` includes (default: 0).
-        slice_bytes: size of the slices of large embedding or head matrices (tables) on a device at one time, which
-            ``param_bytes`` includes.
+        slice_bytes: size of the slices of large embedding and head matrices that are on a device at one time.
+            ``param_bytes`` includes this size.
         parts_forward: size of the embedding rows and head slices that a forward copies to the device (default: 0).
         parts_backward: size of the embedding rows and head slices that a backward copies to the device, without the
             recomputed forward (default: 0).
-        parts_down: size of the gradients of embedding rows and head slices, which are copied to the host (default: 0).
-        table_grad_bytes: size of the gradients of whole large embedding or head matrices, which are only on the host.
+        parts_down: size of gradients of embedding rows and head slices that a backward copies to the host (default: 0).
+        table_grad_bytes: size of gradients of whole embedding and head matrices; these gradients are only on the host.
         expert_bytes: size of the parameters with one matrix per expert, which ``param_bytes`` includes (default: 0).
         experts: number of experts (default: 0).
         routed_rows: number of products of a token with an expert: tokens times the number of experts per token
@@ -355,8 +354,8 @@ def measure_layers(
         gradient_dtype: the dtype in which gradients of a parameter are summed.
         last_call: function that calls the last layer (default: ``layer(value)``).
         kind: device type of the planned machine, such as ``"cuda"``; ``"cpu"`` for virtual devices.
-        start: index of the first layer that is measured; earlier layers are only called (default: 0, all layers).
-        rule: rule by which large embedding and head matrices are copied in parts (default: none).
+        start: index of the first layer to measure (default: 0). Earlier layers run, but are not measured.
+        rule: object that selects the large embedding and head matrices to copy in parts (default: no matrix).
 
     Returns:
         The memory and operations of each layer that is measured.
@@ -394,7 +393,6 @@ def _call_first(module: nn.Module, value: Any) -> Any:
 
 
 def _called(contents: LayerContents, call: Callable[[Any], Any], given: Values) -> tuple[LayerGraph, Values]:
-    """Call a layer; return the autograd graph of the call, and the inputs of the next layer."""
     entries, entered = enter(given, as_leaves=False)
     structure, exits = flatten_value(call(given.structure.rebuild(entered)), what=f"the output of {contents.title}")
     results = Values(structure, [plain(tensor) for tensor in exits], [exit_.requires_grad for exit_ in exits])
@@ -468,7 +466,7 @@ def _measure(
 
 
 class Parts:
-    """Stands for a device, and counts the bytes of embedding rows and head slices that the device would copy."""
+    """A fake device, which counts the bytes of embedding rows and head slices that a real device would copy."""
 
     torch_device = torch.device("meta")
 
@@ -497,7 +495,7 @@ class _NoSum(HostSum):
 
 @contextlib.contextmanager
 def standing_tables(contents: LayerContents) -> Iterator[Parts]:
-    """Replace large embedding and head matrices by placeholders in the with block; yield a counter of copied bytes."""
+    """In a ``with`` block, replace large embedding and head matrices by placeholders that count copied bytes."""
     parts, places, no_sum = Parts(), [], functools.partial(_NoSum, torch.empty(0))
     device, made = cast(Device, parts), dict[int, nn.Parameter]()
     for slot in contents.slots:

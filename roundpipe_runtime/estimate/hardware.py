@@ -45,7 +45,7 @@ class Hardware:
         names: names of the devices, such as ``cuda:0``.
         kind: ``"cpu"`` for virtual devices, else the type of the accelerators.
         flops: operations per second of one device, in matrix products.
-        link: bytes per second from the host to one device, and back unless ``down`` is given.
+        link: bytes per second of copies from the host to one device, and of copies back if ``down`` is ``None``.
         memory: bytes of memory of one device; ``None`` if not known.
         host: bytes of free memory of the host; ``None`` where the system does not report it.
         host_rate: bytes per second that the host reads and writes.
@@ -84,7 +84,7 @@ def describe_hardware(
     flops: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Hardware:
-    """Describe devices by given values, and measure missing values if the devices are present.
+    """Describe devices and the host. Values that are not passed are measured, if the devices are present.
 
     Args:
         devices: ``"virtual:2"``, or device names separated by commas, such as ``"cuda:0,cuda:1"``; the named devices
@@ -158,7 +158,6 @@ def device_kind(names: tuple[str, ...]) -> str:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Measure the operations per second of a matrix product."""
     for size in _ROWS[:1] if device.type == "cpu" else _ROWS:
         a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
         seconds = _seconds(functools.partial(torch.matmul, a, b), device)
@@ -168,7 +167,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> flo
 
 
 def copy_rate(device: torch.device) -> float:
-    """Measure the bytes per second of a copy from the host to a device, for accelerators from pinned memory."""
+    """Measure the bytes per second of a copy from the host (pinned memory for accelerators) to a device."""
     source = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device.type != "cpu")
     target = torch.empty_like(source, device=device)
     return _COPIED / _seconds(lambda: target.copy_(source, non_blocking=True), device)
@@ -230,15 +229,16 @@ def save_machine(machine: Hardware, path: str | os.PathLike[str]) -> None:
 
 
 def load_machine(path: str | os.PathLike[str]) -> Hardware:
-    """Load a measured or hand-written machine profile: rates per second, sizes in bytes.
+    """Load a machine profile, which was measured or written by hand. Rates are per second, sizes are in bytes.
 
     ::
 
         {"names": ["cuda:0", "cuda:1"], "flops": 150e12, "link": 25e9, "memory": 24e9, "host": 256e9, "host_rate": 60e9}
 
-    ``down`` is the rate from a device to the host if it differs from ``link``; ``call`` is the time of the host per
-    layer and microbatch, in seconds; ``disk_read`` and ``disk_write`` are the rates of the disk that stores the
-    training state (``host="disk:DIR"``). Without ``memory`` or ``host``, memory of devices or host is unknown.
+    ``down`` is the rate from a device to the host, if it differs from ``link``. ``call`` is the time, in seconds, that
+    the host needs per layer and microbatch. ``disk_read`` and ``disk_write`` are the rates of the disk that stores the
+    training state (``host="disk:DIR"``). Leave out ``memory`` if the memory of the devices is not known, and ``host``
+    if the memory of the host is not known.
 
     Args:
         path: JSON file.
@@ -313,7 +313,7 @@ class DeviceRates:
 
 
 def measure_device(device: torch.device, *, nbytes: int = _LINK_COPIED, rows: int = _MATRIX_ROWS) -> DeviceRates:
-    """Measure the copy rates of an accelerator, and its matrix products in bfloat16, in about a second."""
+    """Measure the rates of copies and of bfloat16 matrix products of an accelerator, in about a second."""
     # rows: rows and columns of the matrices. Default: 8,192.
     uploads, downloads, compute = (torch.Stream(device) for _ in range(3))
     pinned = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
@@ -374,7 +374,7 @@ _CALLS = 5
 
 
 def call_seconds() -> float:
-    """Measure the CPU seconds that a pipeline adds per layer and microbatch of a step."""
+    """Measure the CPU seconds that a pipeline needs in addition to the layers, per layer and microbatch."""
     layers = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)])
     inputs = torch.ones(_MICROBATCHES, _WIDTH)
     last = _LAYERS - 4

@@ -1,6 +1,6 @@
 """Simulate a training step, and report its time and memory before anything is allocated.
 
-:func:`roundpipe_runtime.schedule.simulate` simulates the schedule from time and copied bytes of each pipeline stage.
+:func:`roundpipe_runtime.schedule.simulate` simulates the schedule. It needs each stage's compute time and copied bytes.
 """
 
 # a step                forward and backward of all microbatches | optimizer
@@ -41,16 +41,16 @@ class StepSimulation:
 
     Attributes:
         seconds: seconds from the start of a step to the start of the next step.
-        run: simulated forward and backward, with bytes of each link and every stage's times.
+        run: simulation of the forward and backward: times of every stage, and bytes copied to and from each device.
         unhindered: simulation of the step if copies and the optimizer took no time.
-        loads: time and traffic of each stage, in the order of dispatch.
+        loads: compute time and copied bytes of each stage, in the order in which stages are dispatched to devices.
         optimizer_seconds: time of AdamW on the host.
-        exposed_optimizer: seconds of the optimizer in which the devices wait.
+        exposed_optimizer: seconds in which the devices wait for the optimizer.
         device_memory: peak memory of each device.
         host_memory: host memory that the training needs, by purpose.
         stays: whether layers stay on a device from their forward to their backward.
-        keep_parameters: GB of each device for parameters that stay from step to step, or ``"auto"``.
-        tokens: tokens of the step.
+        keep_parameters: GB of each device's memory for parameters that stay from step to step, or ``"auto"``.
+        tokens: number of tokens in the step, over all microbatches.
         busy: seconds in which each resource is busy, as the mean of all devices: ``"compute"``,
             ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``, ``"disk"`` if the state is on a disk.
         disk: bytes that the step stores, reads and writes on a disk; ``None`` if the state is in memory.
@@ -84,8 +84,8 @@ class StepSimulation:
     def bubbles(self) -> dict[str, float]:
         """Shares of a step's time in which devices do not compute, by cause, such as ``"transfer"``.
 
-        ``"transfer"`` is the share of time in which devices wait for copies, ``"optimizer"`` for the optimizer.
-        ``"dependency"`` is the filling and draining of the pipeline, and waiting for longer stages.
+        Devices wait for copies (``"transfer"``), for the optimizer (``"optimizer"``), or for other stages
+        (``"dependency"``), for example while the pipeline fills or drains, or while a longer stage runs.
         """
         whole = self.seconds or 1.0
         transfer = max(0.0, self.seconds - self.exposed_optimizer - self.unhindered.time) / whole
@@ -107,16 +107,17 @@ def simulate(
     """Simulate a training step on a machine, and return times and the bottleneck.
 
     Args:
-        plan: training step, from :func:`step_plan`, or ``step`` of a :class:`PlanReport`.
+        plan: the plan of one training step, from :func:`step_plan` or the attribute ``step`` of a :class:`PlanReport`.
         machine: devices and host, from :func:`describe_hardware` or :func:`load_machine`.
-        is_async: when the optimizer updates the weights, as in ``RoundPipe.step``: after the backward (``False``),
-            layer by layer in the next step (``"exact"``), or in the next step, which uses old weights (``True``).
+        is_async: when the optimizer updates the weights, as in ``RoundPipe.step``. ``False``: after the backward.
+            ``"exact"``: during the next step, layer by layer. ``True``: during the next step, whose forward and
+            backward use the weights from before the update.
         stays: whether layers stay on a device from their forward to their backward (default: if the device has enough
             memory).
-        keep_parameters: GB of each device for parameters that stay from step to step, as in :class:`RoundPipeRunConfig`
-            (default: 0). Frozen parameters that stay on a device are not copied in a step.
-        host: where the training state is; ``"disk"`` as with ``RoundPipe(host="disk:DIR")``, including the reads that
-            the clipping of gradients needs (default: ``"memory"``).
+        keep_parameters: GB of each device's memory for parameters that stay from step to step, as in
+            :class:`RoundPipeRunConfig` (default: 0). Frozen parameters that stay on a device are not copied in a step.
+        host: where the training state is stored (default: ``"memory"``). ``"disk"`` simulates
+            ``RoundPipe(host="disk:DIR")`` with gradient clipping, which reads all gradients from the disk once more.
 
     Returns:
         The simulated step.
@@ -187,13 +188,11 @@ def simulate(
 
 
 def machine_of(machine: Hardware, *, linked: bool) -> Machine:
-    """Return the machine for the simulation of a schedule; with ``linked=False``, copies take no time."""
-    how: Any = {"link": machine.link, "down": machine.down} if linked else {}
+    how: Any = {"link": machine.link, "down": machine.down} if linked else {}  # without links, copies take no time
     return Machine(len(machine.names), overlaps=not machine.is_virtual, **how)
 
 
 def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: DiskUse | None) -> dict[str, float]:
-    """Return the seconds in which each resource is busy, as the mean over all devices."""
     devices, without_calls = len(machine.names), dataclasses.replace(machine, call=0.0)
     computed, up, down = 0.0, 0, 0
     for stage, load in zip(plan.stages, loads, strict=True):
@@ -238,7 +237,7 @@ class DiskUse:
         return self.written_in_run + self.written_in_step
 
     def seconds(self, machine: Hardware, read: int, written: int) -> float:
-        """Return the seconds that the disk needs for the bytes of a step if it reads and writes at the same time.
+        """Return the seconds that the disk needs, if it reads and writes at the same time.
 
         Args:
             machine: devices and host, with the rates of the disk.
@@ -304,7 +303,7 @@ class PlanReport:
 
     @property
     def disk(self) -> DiskUse | None:
-        """Bytes of a step on the disk; ``None`` if the training state is in host memory."""
+        """Bytes that a step stores, reads and writes on the disk; ``None`` if the training state is in host memory."""
         return self.simulated.disk
 
     @property

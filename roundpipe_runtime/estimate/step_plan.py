@@ -42,12 +42,12 @@ class DeviceMemory:
     Attributes:
         stage: index of the stage in which the peak is reached.
         parameters: bytes of the stage's parameters, except parameters that stay on the device from step to step.
-        gradients: bytes of the sums of the stage's gradients. If several devices run the last stage, also bytes of the
-            gradients of single microbatches, which one of the devices adds up.
+        gradients: bytes of the stage's summed gradients. If several devices run the last stage, this includes the
+            gradients of single microbatches that are not added to the sums yet.
         activations: bytes of the activations of the current microbatch.
         staying: bytes of layers of earlier stages, which stay on the device until their backward.
         arriving: bytes of the parameters of the next stage, which are already being copied.
-        copies: bytes of tensors of other microbatches that may be in transit.
+        copies: bytes of tensors of other microbatches, which may be on the device while they are copied to or from it.
         kept: bytes of parameters that stay from step to step, see ``keep_parameters`` (default: 0).
     """
 
@@ -72,13 +72,14 @@ class HostMemory:
     """Memory of the host in bytes, by purpose.
 
     Attributes:
-        parameters: bytes of the model's parameters and buffers; the optimizer updates the parameters themselves unless
-            ``update`` is ``"masters"``.
-        gradients: bytes of the gradients of trainable parameters; with ``update="in_backward"``, of a few layers only.
+        parameters: bytes of the model's parameters and buffers. Unless ``update`` is ``"masters"``, trainable
+            parameters are stored in the dtype of the optimizer, which updates these parameters directly.
+        gradients: bytes of the gradients of trainable parameters. With ``update="in_backward"``, only the gradients of
+            the few layers whose gradients are in memory at the same time are counted.
         masters: bytes of the master weights, if the optimizer works in another dtype.
         optimizer: bytes of the state of Adam, two numbers per parameter.
-        activations: bytes of the inputs of backward stages, and of tensors on their way from device to device, such as
-            gradients of the last stage if several devices run this stage.
+        activations: bytes of the inputs of backward stages, and of tensors that are sent between devices. If several
+            devices run the last stage, these tensors include its gradients.
         reference: bytes of the weights of a frozen reference model (default: 0).
     """
 
@@ -103,7 +104,7 @@ def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
 
 
 def visit_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Return the peak memory of one microbatch in a stage, without parameters and sums of gradients."""
+    """Return the peak memory that a stage needs for one microbatch, without parameters and summed gradients."""
     mine = [layers[index] for index in stage.layers]
     if stage.kind == "forward":
         # the graph of a layer is freed before the next one begins
@@ -225,13 +226,13 @@ class KeptBytes(NamedTuple):
 
 
 def kept_bytes(layers: Sequence[LayerFootprint], room: float) -> list[KeptBytes]:
-    """Return how many bytes of each layer's parameters fit into ``room`` bytes of a device, frozen parameters first.
+    """Return how many bytes of each layer's parameters can stay on a device that has ``room`` bytes for them.
 
     >>> layer = LayerFootprint("", 300, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, frozen_bytes=250, trained_bytes=50)
     >>> [tuple(kept) for kept in kept_bytes([layer, layer], 520)]
     [(250, 20), (250, 0)]
     """
-    sizes = [layer.frozen_bytes for layer in layers] + [layer.trained_bytes for layer in layers]
+    sizes = [layer.frozen_bytes for layer in layers] + [layer.trained_bytes for layer in layers]  # frozen first
     found = []
     for size in sizes:
         found.append(size if size <= room else int(room))
@@ -261,7 +262,7 @@ def room_to_keep(
 
 
 class JoinedLoss(NamedTuple):
-    """Memory of a loss that is computed once for the whole batch, in bytes."""
+    """Memory, in bytes, that a loss needs if it is computed once for the whole batch."""
 
     device: int  # peak memory of the device that runs the last layer for the whole batch
     host: int  # memory of the host in addition to that of a run in microbatches
@@ -281,15 +282,16 @@ class StepPlan:
     """The costs of a training step that do not depend on the machine: stages, memory, operations and bytes to copy.
 
     Attributes:
-        plan: layers of each stage.
+        plan: the execution plan, with the layers of each stage.
         layers: memory and operations of each layer on one microbatch.
         num_microbatch: number of microbatches.
         tokens: number of tokens in a step, over all microbatches; number of samples if the inputs are not text.
         host_memory: host memory that the training needs, by purpose.
         optimizer_bytes: bytes that AdamW reads and writes in a step.
-        measured: seconds of each layer on one microbatch, as a pipeline measured them on the machine itself (default:
-            ``None``, the seconds are computed from the operations).
-        update: what the optimizer updates, and when, as in ``RoundPipe`` (default: ``"masters"``).
+        measured: seconds of each layer on one microbatch, measured by a pipeline on the machine. With ``None``
+            (default), the seconds are computed from the number of operations.
+        update: value of ``RoundPipe``'s argument ``update``: what the optimizer updates, and when (default:
+            ``"masters"``).
         least_host: bytes of host memory that the training needs with ``update="in_backward"`` (default: 0).
     """
 
@@ -305,7 +307,7 @@ class StepPlan:
 
     @property
     def expert_bytes(self) -> tuple[int, int]:
-        """Bytes of all experts of the model, and the bytes of experts that one pass is expected to copy to devices.
+        """Bytes of all experts of the model, and expected bytes of the experts that a step's forward copies to devices.
 
         The estimate assumes that tokens are routed evenly, and that devices have memory for all experts of a stage.
         """
@@ -319,7 +321,7 @@ class StepPlan:
         return self.plan.stages("fused", len(self.layers), most_copies=self.num_microbatch)
 
     def on(self, num_devices: int) -> StepPlan:
-        """Return this training step for ``num_devices`` devices, of which each runs at most one copy of the last stage.
+        """Return this training step for ``num_devices`` devices, with at most one copy of the last stage per device.
 
         Args:
             num_devices: number of devices.
@@ -337,7 +339,7 @@ class StepPlan:
         return share_bytes(stage, self.layers)
 
     def part_bytes(self, stage: Stage) -> tuple[int, int]:
-        """Return the bytes of embedding rows and head slices that a microbatch uploads, and of downloaded gradients.
+        """Return the bytes per microbatch of embedding rows and head slices to upload, and of gradients to download.
 
         Args:
             stage: stage of this plan.
@@ -355,8 +357,8 @@ class StepPlan:
             machine: devices and host.
 
         Returns:
-            The longer of compute time and the host's time to call the layers; the sum of both for virtual devices,
-            which compute on the host.
+            The time of the computation, or the time in which the host calls the layers, whichever is longer. For
+            virtual devices, the sum of the two times, because virtual devices compute on the host.
         """
         called = len(stage.layers) * _SHARE[stage.kind] * machine.call
         computed = sum(self._seconds(layer, stage.kind, machine) for layer in stage.layers)
@@ -391,7 +393,8 @@ def step_plan(
         optim_dtype: dtype in which the optimizer works (default: the dtype of each parameter).
         measured: seconds of each layer, as ``RoundPipe.layer_costs()`` returns them after some steps (default: computed
             from the operations).
-        update: what the optimizer updates, and when, as in ``RoundPipe`` (default: ``"masters"``).
+        update: value of ``RoundPipe``'s argument ``update``: what the optimizer updates, and when (default:
+            ``"masters"``).
 
     Returns:
         The description.
@@ -410,7 +413,7 @@ def step_plan(
 
 
 def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep: float = 0.0) -> list[StageLoad]:
-    """Return compute time and copied bytes of each stage; parameters that stay on a device are not copied again."""
+    """Return the compute time and the copied bytes of each stage."""
     # room_to_keep: bytes of each device for parameters that stay between steps. Default: 0.
     there: set[tuple[int, int]] = set()
     came: set[tuple[int, int]] = set()
@@ -469,7 +472,7 @@ def expected_share(experts: int, per_token: float, tokens: float) -> float:
 
 
 def unread_bytes(layer: LayerFootprint, tokens: int, num_microbatch: int) -> tuple[float, float]:
-    """Return the expected bytes of a layer's experts that a step does not upload, and the bytes of their gradients."""
+    """Return the expected bytes of a layer's experts that a step does not upload, and of gradients not downloaded."""
     # tokens: tokens of the step, all microbatches
     if not (layer.experts and tokens):
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Add LoRA adapters of PEFT, described by a text such as ``8,16,q_proj``, and train quantization-aware."""
+"""Add LoRA adapters to a model, or replace linear layers of a model for quantization-aware training."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ _LEAST = 2.0**-24  # the smallest number of float16
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A number format: integers of ``bits`` bits, and a float16 scale per block of weights; no zero point."""
+    """A format of quantized weights: integers of ``bits`` bits, with a float16 scale per block of weights."""
 
     bits: int
 
@@ -177,15 +177,15 @@ class RoundedLinear(nn.Linear):
 def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | None = None, seed: int = 0) -> nn.Module:
     """Replace the linear layers of a model, in place, by layers that round weights to scaled integers.
 
-    Only linear layers in the model's lists of layers are replaced. The embedding and the head are rounded to 8 bits,
-    and are not trained. A folder written by :func:`save_model` contains the integers of the weights, and
-    ``export_folder(folder, quantize="keep")`` stores the same integers in the exported file.
+    Only linear layers in the model's lists of layers, with a multiple of 32 input features, are replaced. The embedding
+    and the head are rounded to 8 bits, and are not trained. The function :func:`save_model` saves the weights of the
+    replaced layers as integers with scales. ``export_folder(folder, quantize="keep")`` exports the same integers.
 
     Args:
         model: Hugging Face causal language model in float32.
-        kind: ``"int4"`` or ``"int8"``, with one scale per 32 weights of a row.
-        lora: LoRA adapters, which are added to the weights before rounding, and are trained instead of the weights
-            (default: the weights of the layers are trained).
+        kind: ``"int4"`` or ``"int8"``, the type of the integers. In a row of a weight matrix, 32 weights share a scale.
+        lora: settings of LoRA adapters. The adapters are added to the weights before rounding, and only the adapters
+            are trained. By default there are no adapters. All weights except embedding and head are then trained.
         seed: seed of the initial adapters.
 
     Returns:
@@ -256,7 +256,7 @@ def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 
 def unrounded_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's state dict, in which rounded weights in floating point replace trained weights and adapters."""
+    """Return a model's state dict, in which adapters are added to the weights and the weights are rounded."""
     layers, state = rounded_layers(model), model.state_dict()
     for name, layer in layers.items():
         for part in ("lora_a", "lora_b"):

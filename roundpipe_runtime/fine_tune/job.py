@@ -63,7 +63,7 @@ class Job:
         """Call ``work`` and return its result; if ``work`` fails in one process, raise an error in all processes.
 
         Args:
-            work: function that each process calls, without collective calls.
+            work: function that each process calls. The function must not make collective calls.
 
         Raises:
             FineTuneError: one of the processes failed with an error of these packages or an ``OSError``.
@@ -86,7 +86,7 @@ class Job:
         return cast(T, result)
 
     def claim(self, what: str) -> bool:
-        """Report whether this process is the first that calls this method for a task; do not wait for other processes.
+        """Return whether this process is the first that calls ``claim`` for a task, without waiting for the others.
 
         Args:
             what: name of the task, equal in all processes.
@@ -147,7 +147,7 @@ class Interruption:
             while not interruption.status:
                 step()
 
-    Outside of the main thread, which alone receives signals, the context manager has no effect.
+    Only the main thread receives signals, so the context manager has no effect in other threads.
     """
 
     # is_silent: whether a first signal is recorded without a message, in one of several processes

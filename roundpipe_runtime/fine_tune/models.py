@@ -36,8 +36,9 @@ class ModelSource:
         config: configuration of the model, an object of transformers.
         folder: folder of the tokenizer and the weights; ``None`` for a GGUF file or a configuration.
         has_weights: whether the folder or GGUF file contains weights; otherwise the weights are random.
-        unmatched_weights: ``"refuse"`` raises an error if stored weights do not match the model, ``"unused"`` ignores
-            stored weights that the model does not have, and ``"random"`` also initializes missing weights randomly.
+        unmatched_weights: how to load stored weights that do not match the model. ``"refuse"`` raises an error.
+            ``"unused"`` ignores stored weights that the model does not have, as is always done for a GGUF file.
+            ``"random"`` does the same, and randomly initializes weights that are missing or stored with another shape.
         gguf: GGUF file of the tokenizer and the weights; ``None`` for any other source.
     """
 
@@ -86,14 +87,14 @@ class ModelSource:
         """Load the model with its stored weights, or initialize it with random weights.
 
         Args:
-            dtype: dtype of the weights. Default: the stored dtype, but bfloat16 for float16 weights, because gradients
-                underflow in float16; float32 for random weights and for weights of a GGUF file.
+            dtype: dtype of the weights. By default, stored weights keep their dtype. Only float16 weights become
+                bfloat16, because gradients underflow in float16. Random and GGUF weights are in float32 by default.
             seed: seed of random weights.
             quantize: quantization of the linear layers, as for :func:`quantize_frozen`. Weights in safetensors files
-                are read one after the other; weights in other formats are all loaded before quantization.
-            host: ``"disk:DIR"`` reads weights into a scratch file of a folder, one after the other, so that memory
-                never contains all weights. Random weights, and weights in other formats than safetensors, are
-                all loaded into memory.
+                are read one after the other. Weights in other formats are all loaded before quantization.
+            host: where the weights are stored. With ``"disk:DIR"``, weights in safetensors files are copied one by one
+                into a scratch file in the folder ``DIR``, so the model may be larger than the memory. Random weights,
+                quantized weights, and weights in other formats are all in memory.
 
         Returns:
             The model, on the host.
@@ -133,7 +134,7 @@ class ModelSource:
             return _module(load_stored(kind, self.folder, self.name, choice=self.unmatched_weights, **how)[0])
 
     def _unread(self, dtype: torch.dtype | None) -> tuple[nn.Module, Mapping[str, Callable[[], torch.Tensor]]] | None:
-        """Return the model without weights, and a reader of each weight; ``None`` if weights must be read together."""
+        """Return the model without its weights, and for each weight a function that reads it, if this is possible."""
         checkpoint = open_checkpoint(self.folder) if self.folder is not None and self.has_weights else None
         if checkpoint is None:
             return None
@@ -175,8 +176,8 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
     """Return the source of the model in a folder, a GGUF file or a configuration file; no weights are read.
 
     Args:
-        name: folder with ``config.json``, with or without weights and a tokenizer; or the path of a ``config.json`` or
-            a GGUF file.
+        name: folder with ``config.json``, which may also contain weights and a tokenizer; or the path of a GGUF file or
+            a ``config.json``.
 
     Returns:
         The source, from which :meth:`ModelSource.load` loads the model.
@@ -267,8 +268,8 @@ def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = No
 
     Args:
         source: the model to train, as :func:`model_source` returned it.
-        name: folder with a tokenizer, or ``"bytes"``. Default: the tokenizer in the model's folder or GGUF file, or a
-            byte tokenizer if there is none and the weights are random.
+        name: folder or GGUF file with a tokenizer, or ``"bytes"``. Default: the tokenizer in the model's folder or GGUF
+            file. For a model with random weights and without a tokenizer, the default is a byte tokenizer.
 
     Returns:
         The tokenizer.
@@ -342,7 +343,7 @@ class ByteTokenizer:
         return [torch.from_numpy(numbers) + _FIRST_BYTE for numbers in read]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the text of token ids; special tokens are left out, and incomplete characters become U+FFFD.
+        """Return the text of token ids, without special tokens. Incomplete characters become U+FFFD.
 
         Args:
             ids: tokens in order.

@@ -1,4 +1,4 @@
-"""Write the results of a training (metrics, model, model card, plot of losses), and check all paths before it.
+"""Write the results of a training (metrics, model, card, plot), and check all paths before the training.
 
 ::
 
@@ -52,7 +52,7 @@ class StepRecord:
         lr: learning rate.
         grad_norm: total norm of all gradients before clipping; ``None`` with ``update="in_backward"``.
         seconds: duration of the step.
-        process_bytes: bytes of memory that the process holds after the step.
+        process_bytes: bytes of memory that the process uses after the step.
         device_bytes: peak bytes of tensors on one accelerator so far; ``None`` without accelerators.
     """
 
@@ -107,7 +107,7 @@ def process_memory() -> int:
 
 
 def device_peak(devices: Iterable[Device]) -> int | None:
-    """Return the highest peak of tensor bytes among the accelerators; ``None`` without accelerators."""
+    """Return the peak bytes of tensors on the accelerator that used the most memory; ``None`` without accelerators."""
     accelerators = [device.torch_device for device in devices if isinstance(device, AcceleratorDevice)]
     return max((torch.accelerator.max_memory_allocated(device) for device in accelerators), default=None)
 
@@ -188,7 +188,7 @@ def check_disk(
 
     Args:
         model: model that is trained.
-        settings: settings of the training; checkpoints contain moments and master weights in ``optim_dtype``.
+        settings: settings of the training. ``optim_dtype`` is the dtype of moments and master weights in checkpoints.
         output: folder in which the model is saved.
         checkpoints: folder of the checkpoints.
         kept: number of checkpoints that exist at the same time.
@@ -240,10 +240,10 @@ def save_model(
     Args:
         model: Hugging Face model, or PEFT's wrapper of a model, of which only the adapters are saved.
         tokenizer: tokenizer, saved with the model.
-        folder: new folder, which appears only if the model loaded from its files is bitwise identical to ``model``.
+        folder: new folder. It appears only if a model loaded from the saved files is bitwise identical to ``model``.
         source: source of the base model, into which the saved adapters are loaded for the check.
         overwrite: whether to replace an existing folder.
-        card: text of ``README.md``. Default: no card, or for adapters the card that PEFT writes.
+        card: text of ``README.md``. Default: PEFT's card for adapters, and no card for other models.
 
     Returns:
         The folder.

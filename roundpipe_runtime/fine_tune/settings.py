@@ -22,29 +22,29 @@ class Settings:
 
     Attributes:
         batch: number of rows per batch, summed over all processes.
-        microbatches: number of microbatches per batch, or per group if ``replicas`` splits batches into groups
-            (default: number of devices + 1, but at most the number of rows).
-        replicas: number of groups into which a batch is split; process ``g % N`` of ``N`` processes trains group ``g``,
-            and results do not depend on ``N``. Default: ``replicas`` is the number of processes, so a single process
-            does not split a batch into groups.
+        microbatches: number of microbatches per batch, or per group if batches are split into groups (default: the
+            number of devices + 1, but at most the number of rows).
+        replicas: number of groups into which a batch is split (default: the number of processes). With ``N`` processes,
+            process ``g % N`` trains group ``g``. For a given number of groups, results do not depend on ``N``. A single
+            process does not split a batch into groups by default.
         accumulate: number of batches per optimizer step, whose gradients are averaged.
         steps: number of optimizer steps; ``None`` to use ``epochs``.
         epochs: number of passes over all rows, if ``steps`` is not given.
         lr: peak learning rate.
-        warmup: number of steps until the learning rate reaches its peak. Default: a tenth of all steps, at most 100.
+        warmup: number of steps until the learning rate reaches its peak (default: a tenth of all steps, at most 100).
         schedule: learning rate after the warmup: ``"cosine"`` or ``"linear"`` decay to zero, or ``"constant"``.
         weight_decay: weight decay of AdamW, which applies to parameters with two axes or more.
-        clip: largest total norm of the gradients; larger gradients are scaled down. 0: no clipping.
+        clip: largest total norm of the gradients. Larger gradients are scaled down. With 0, gradients are not clipped.
         seed: seed of the order of rows, and of dropout.
         devices: devices that train the model, as for :class:`RoundPipe`.
         optim_dtype: dtype of gradients, moments and master weights. Default: float32.
         keep_parameters: GB of parameters that stay on each device between steps, or ``"auto"``, as in
-            :class:`RoundPipeRunConfig`; results do not depend on this setting.
+            :class:`RoundPipeRunConfig`. This setting does not change the results.
         large_tables: whether large embedding and head matrices are copied whole or in parts, as in :class:`RoundPipe`.
-        host: where parameters, gradients, master weights and moments live: ``"memory"``, or ``"disk:DIR"``, as for
-            :class:`RoundPipe`; results do not depend on this setting.
-        update: which weights the optimizer updates, and when, as in :class:`RoundPipe`; results do not depend on this
-            setting.
+        host: where parameters, gradients, master weights and moments are stored, ``"memory"`` or ``"disk:DIR"``, as in
+            :class:`RoundPipe`. This setting does not change the results.
+        update: which weights the optimizer updates, and when, as in :class:`RoundPipe`. This setting does not change
+            the results.
         eval_every: number of steps between two evaluations; ``None`` evaluates only at the end.
         check: whether to compare the split model with the original model before the training.
         report_to: additional targets of the Trainer's logs: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and others.
@@ -130,7 +130,7 @@ class Settings:
         return self.steps or math.ceil(self.epochs * rows / (self.batch * self.accumulate))
 
     def rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step, as a share of ``lr``; it is above 0 in the first warmup step.
+        """Return the learning rate of a step, divided by ``lr``. The learning rate of the first step is above 0.
 
         Args:
             step: number of the step, counted from 0.

@@ -111,7 +111,6 @@ class TextTrainer(RoundPipeTrainer):
         )
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Add the loss in double precision, the tokens and the seconds to the log of a step."""
         if "loss" in logs:
             size = self.settings.accumulate * self.settings.batch
             end = self.state.global_step * size
@@ -133,7 +132,7 @@ class TextTrainer(RoundPipeTrainer):
     def evaluation_loop(
         self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **options: Any
     ) -> EvalLoopOutput:
-        """Compute the mean loss over tokens; the Trainer of transformers computes the mean over rows."""
+        """Compute the mean loss over tokens. The Trainer of transformers averages over rows instead."""
         self.pipeline.synchronize()
         self.callback_handler.eval_dataloader = dataloader
         found = self.job.exchange(self.job.together(lambda: [self._loss_of(batch) for batch in dataloader]))
@@ -146,8 +145,8 @@ class TextTrainer(RoundPipeTrainer):
 
     @torch.no_grad()
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> tuple[float, int]:
-        """Return the mean loss of a batch, and the number of tokens that count; the logits stay on the devices."""
-        how, was_training = {CALL_OPTIONS: CallOptions(loss_only=True)}, self.pipeline.training
+        """Return the mean loss of a batch, and the number of tokens over which the mean is taken."""
+        how, was_training = {CALL_OPTIONS: CallOptions(loss_only=True)}, self.pipeline.training  # no logits
         self.pipeline.eval()
         output = self.pipeline(**batch, **how, roundpipe_run_config=self._rp_config)
         self.pipeline.train(was_training)
@@ -177,7 +176,7 @@ class TextTrainer(RoundPipeTrainer):
 
 
 def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """Return the settings stored in a checkpoint; ``{}`` for a checkpoint of another script."""
+    """Return the settings that are stored in a checkpoint; ``{}`` if no settings are stored."""
     path = checkpoint / _NOTES
     return read_document(path, dict[str, Any], failure=DamagedCheckpointError, finite=False) if path.exists() else {}
 
@@ -220,7 +219,7 @@ class Order(Sampler[int]):
         return (self[place] for place in range(self.count))
 
     def __getitem__(self, place: int) -> int:
-        """Return the row at an index of the sequence of all epochs; index 0 is the first row of the first epoch."""
+        """Return the row at an index, where index 0 is the first row of the first epoch."""
         epoch, number = divmod(place, len(self.rows))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed((self.seed + _STRIDE * (epoch + 1)) % 2**63)

@@ -44,12 +44,12 @@ class Training:
         with Training(model, blocks, Settings(batch=8, steps=100, devices="virtual:2")) as training:
             run(training, show=print)
 
-    The same rows, settings, number of groups and number of microbatches give bitwise identical results, on any number
-    of devices and processes, and across :meth:`save` and :meth:`restore`. Under torchrun each process trains a part of
-    each batch; all processes call the same methods.
+    With the same rows, settings, and numbers of groups and microbatches, results are bitwise identical on any number of
+    devices and processes. They are also bitwise identical if a training is continued with :meth:`save` and
+    :meth:`restore`. Under torchrun, each process trains a part of each batch, and all processes call the same methods.
 
     Args:
-        model: Hugging Face causal language model, or PEFT's wrapper of one; the model is trained in place.
+        model: Hugging Face causal language model, or PEFT's wrapper of such a model. The model is trained in place.
         blocks: tokenized text from :func:`read_blocks`, or conversations from :func:`read_chats`.
         settings: settings of the training.
 
@@ -60,7 +60,7 @@ class Training:
         job: processes that train together.
 
     Raises:
-        ConfigError: the devices do not exist, or there are fewer groups than processes.
+        ConfigError: a device does not exist, or batches are split into fewer groups than there are processes.
         DistributedError: the processes have different texts, models or settings.
         FineTuneError: the model is not causal, or rows are longer than the model supports.
         MissingDependencyError: transformers or accelerate is not installed.
@@ -140,7 +140,7 @@ class Training:
 
         Raises:
             FineTuneError: the loss or a gradient is not finite; the parameters are unchanged, except with
-                ``update="in_backward"``. ``FineTuneError`` is also raised if an earlier call was stopped.
+                ``update="in_backward"``. The error is also raised if an earlier ``train`` call was stopped.
         """
         found, self._checkpoint = self._checkpoint, None
         if found is None and self.step == self.steps:
@@ -154,7 +154,7 @@ class Training:
 
     @contextlib.contextmanager
     def first_dtypes(self) -> Iterator[None]:
-        """Context manager in which the parameters have their dtypes from before the training, to be saved."""
+        """Context manager for saving the model, in which parameters have their dtypes from before the training."""
         wide = {parameter: parameter.data for parameter, dtype in self._dtypes.items() if parameter.dtype != dtype}
         try:
             for parameter in wide:
@@ -218,14 +218,16 @@ class Training:
     def restore(self, folder: str | os.PathLike[str]) -> bool:
         """Continue from the last checkpoint, and return whether a checkpoint existed.
 
-        Unless the settings state otherwise, batches are split into as many groups and microbatches as the checkpoint
-        states, so that the results are bitwise identical on any number of devices and processes.
+        Results are bitwise identical on any number of devices and processes if the numbers of groups and microbatches
+        are equal to those of the checkpoint. Numbers that the settings do not contain are taken from the checkpoint.
+        However, several processes take the number of groups only if each gets a group. A single process never takes it.
 
         Args:
             folder: folder that was passed to :meth:`save`.
 
         Raises:
-            FineTuneError: the checkpoint was saved by a training with other text or other batches.
+            FineTuneError: the checkpoint was saved by a training with other text, batches, ``seed`` or ``update``, or
+                more steps. In one process without ``Settings.replicas``, several groups are also an error.
             CheckpointError: the checkpoint is for a different model.
         """
         from ..huggingface.trainer.pipeline_trainer import newest_whole
@@ -264,14 +266,13 @@ class Training:
         return True
 
     def _stated(self) -> dict[str, object]:
-        """Return the values that must be equal in all processes, by name."""
         settings = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
         named = {name.replace("_", "-"): str(value) for name, value in settings.items() if name not in _OF_PROCESS}
         rows = f"{len(self.blocks):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
         return {**named, "the text": rows, "the model": _names_and_shapes(self.model)[:8]}
 
     def _same(self) -> dict[str, Any]:
-        """Return the settings, and the digests of model and text, that must match those in the resumed checkpoint."""
+        """Return the settings and digests that must be equal in a checkpoint from which this training continues."""
         return {
             "length": self.blocks.length,
             **{name: getattr(self.settings, name) for name in ("batch", "accumulate", "seed", "update")},
@@ -308,7 +309,6 @@ def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
 
 
 def _check_groups(settings: Settings, size: int) -> None:
-    """Raise an error unless each process has a group of rows to train."""
     replicas = settings.replicas or size
     if settings.update != "masters" and (size > 1 or settings.replicas is not None):
         raise ConfigError(f"--update {settings.update} needs one process, without --replicas. Use: --update masters")
@@ -357,7 +357,7 @@ class Outcome:
     Attributes:
         status: exit status: 0 for a complete training, 130 after Ctrl-C, 143 after SIGTERM.
         checkpoint: last checkpoint that was written.
-        recorded: number of the step that the timeline records; after an interruption, the step may not have run.
+        recorded: number of the step that the timeline records. An interrupted training may not have run this step.
     """
 
     status: int
@@ -381,9 +381,9 @@ def run(
 
     After an error, the completed steps are saved in a checkpoint, and a note of the error names the checkpoint. After
     an error in the middle of an optimizer step, no checkpoint is saved. After Ctrl-C or SIGTERM, the current step and
-    its evaluation are completed, and a checkpoint is written, from which the training continues bitwise identically; a
-    second signal ends the process at once. Of several processes, the first process writes metrics, and each process
-    writes its own timeline.
+    its evaluation are completed, and a checkpoint is written. A training that continues from this checkpoint gives
+    bitwise identical results. A second signal ends the process at once. If there are several processes, only the first
+    process writes metrics, and each process writes a timeline.
 
     Args:
         training: training to run, which continues from a checkpoint after :meth:`Training.restore`.
@@ -391,8 +391,8 @@ def run(
         every: steps between two checkpoints; ``None`` writes a checkpoint only when the training is stopped.
         keep: number of checkpoints to keep; ``None`` keeps all.
         at_end: whether to write a checkpoint after the last step.
-        metrics: file with a line of JSON per step and evaluation; after a restore, lines are appended.
-        timeline: file for the timeline of one step. With ``step.json``, process 2 writes ``step.2.json``.
+        metrics: file with a line of JSON per step and evaluation. After a restore, lines of completed steps are kept.
+        timeline: file for the timeline of one step. For ``step.json``, process 2 writes ``step.2.json``.
         show: function that is called with the record of each step and evaluation, in each process.
         save_model: function that saves the model, called in each process right after the last step.
 
@@ -438,7 +438,7 @@ def run(
 
 
 def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) -> None:
-    """Run a training; after an error, save the completed steps and name the checkpoint in a note on the error."""
+    """Run a training, and save the completed steps after an error."""
     first, trainer = training.step, training.trainer
 
     def save() -> str:
@@ -465,7 +465,7 @@ def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) 
 
 
 def timeline_of_rank(path: str | os.PathLike[str], rank: int) -> pathlib.Path:
-    """Return the file for the timeline of a process.
+    """Return the path of the file into which a process writes its timeline.
 
     Args:
         path: file for the timeline of the first process.

@@ -101,7 +101,7 @@ def _first_of(config: Any, names: Sequence[str]) -> int | None:
 
 
 def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> list[int] | None:
-    """Return the number of tokens of each image, computed from its patches; ``None`` if the sum is not ``total``."""
+    """Return the number of tokens of each image, computed from the number of its patches."""
     # a square of patches becomes one token, and some models add a token after each line of squares
     patches = grid.prod(-1)
     if merge:
@@ -139,7 +139,7 @@ def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequ
 
 
 def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
-    """Return the axis along which tensors must be joined; ``None`` if axis 0 is the batch axis, or no axis fits."""
+    """Find the axis along which tensors of microbatches must be joined, if the default axis is wrong."""
     if not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         return None
     shapes = [tuple(value.shape) for value in values]
@@ -172,7 +172,6 @@ def _are_equal(columns: Sequence[Sequence[torch.Tensor]]) -> bool:
 
 
 def _joined(name: str, column: Sequence[Any], *, counts: Sequence[int] = (), are_alike: bool = True) -> Any:
-    """Join the values of one output, which are ``None`` for microbatches without images."""
     # counts: number of images in each microbatch; empty if not known
     # are_alike: whether all microbatches have the same images
     if not (present := _present(column)):
@@ -318,7 +317,7 @@ def keeps_texts_apart(model: nn.Module) -> bool | None:
 def loss_fn_with_weight(
     loss_fn: Callable[[Any, Any], Any], batch: Callable[[], int] | None, kwargs: Kwargs
 ) -> Callable[[Any, Any], Any]:
-    """Wrap ``loss_fn`` so that it takes ``(output, label count, rows)`` of a microbatch and returns a weighted loss."""
+    """Wrap ``loss_fn`` so that it returns the loss of a microbatch together with the weight of this loss."""
     # batch: function that returns the rows of the batch; `None` for models that compute no loss
     # two variables, not a dict: the loss is checked again if an object in the closure is another one
     is_share, was_checked = gives_share(kwargs), is_proven(kwargs)
@@ -346,7 +345,7 @@ def loss_fn_with_weight(
 
 
 def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
-    """Merge outputs without caches by ``merge``, and put the contents of their KV caches into the caller's cache."""
+    """Merge the outputs of microbatches by ``merge``, and join their KV caches into the caller's cache."""
     found, parts = [], []
     mark = Static()  # a leaf without tensors, which marks the place of the cache
     for output, *rest in outputs:
@@ -409,7 +408,7 @@ class WholeBatchLoss:
         self._next_row = 0
 
     def state(self, group: Sequence[PyTree]) -> dict[str, Any] | None:
-        """Return losses and router logits of a group of rows for other processes; ``None`` if the group has no rows."""
+        """Return the losses and router logits of a group of rows, which are sent to the other processes."""
         if not group:
             return None
         rows = sum(count for _, _, count in group)

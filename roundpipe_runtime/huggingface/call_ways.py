@@ -1,4 +1,4 @@
-"""Decide how a pipeline runs a batch: in microbatches, with one loss of all joined outputs, or as one microbatch."""
+"""Decide whether a batch runs in microbatches, and whether its loss is computed once for the whole batch."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class CutModel(RoundPipe):
         return dataclasses.replace(self._rp_cut, report=report)
 
     def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossWay:
-        """Return how microbatch losses are combined, and store in ``CALL_OPTIONS`` how each loss is weighted."""
-        options: CallOptions = kwargs[CALL_OPTIONS]
+        """Decide how the loss of a batch is computed from the losses of its microbatches."""
+        options: CallOptions = kwargs[CALL_OPTIONS]  # replaced below, to store the weights of the microbatch losses
         if options.weight_by is not None:  # set by `LongRows`: a check in one process would wait for the others
             return options.weight_by
         resolved = self._rp_config(config)
@@ -138,7 +138,7 @@ class CutModel(RoundPipe):
     def _rp_way_for_rows(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay, *, is_late: bool = False
     ) -> LossWay:
-        """Return how a batch runs; modules in which its rows influence each other run once for the whole batch."""
+        """Decide whether modules must run once for the whole batch, because rows influence each other in them."""
         # is_late: whether gradients are scaled after the last microbatch
         options: CallOptions = kwargs[CALL_OPTIONS]
         last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
@@ -172,7 +172,7 @@ class CutModel(RoundPipe):
             warn(text, RoundPipeWarning)
 
     def _rp_way_without_parts(self, kwargs: Kwargs) -> LossWay:
-        """Warn that the loss of the given labels was not checked, and return how it is computed."""
+        """Decide how the loss is computed for labels that cannot be checked, and warn about it."""
         way: LossWay = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
         self._rp_warn_of_loss(LossProof(way, "this batch has labels of a kind that was not checked"), 0)
         return way
@@ -194,7 +194,7 @@ class CutModel(RoundPipe):
     def _rp_prepared(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
     ) -> tuple[Kwargs, RoundPipeRunConfig]:
-        """Return keyword arguments with `CallOptions`, and a configuration that splits inputs and merges outputs."""
+        """Return the keyword arguments of a call, and a configuration that splits inputs and merges outputs."""
         model = self.cut.model
         if kwargs.get("adapter_names") is not None:  # PEFT selects adapters by hooks on layers
             raise ConfigError(

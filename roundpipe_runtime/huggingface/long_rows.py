@@ -1,8 +1,8 @@
 """Split rows along their tokens over several processes; in attention, each process has all tokens of some heads.
 
-Each rank has a part of the tokens of all rows; their positions are counted from the beginning of the row. The label of
-a rank's last token is the first token of the next rank. The loss is a sum over tokens divided by the number of tokens
-in the batch, so the gradients of all ranks add up to the gradients of unsplit rows.
+Each rank has some tokens of every row. Positions of tokens are counted from the beginning of the row. The label of a
+rank's last token is the first token of the next rank. The loss is a sum over tokens divided by the number of tokens in
+the batch, so the gradients of the batch are the sum of the gradients of all ranks.
 """
 
 # rank 0   tokens 0 to T/2    layers, each token independent ... attention: all tokens, half of the heads ... layers
@@ -48,8 +48,9 @@ class LongRows:
     """A causal language model that splits long rows along their tokens over the processes of a mesh.
 
     All processes get the same rows, and each process computes some of the tokens on its own device. Loss and gradients
-    equal those of unsplit rows up to rounding errors, and are bitwise reproducible. Each of ``N`` devices needs memory
-    for activations of ``1 / N`` of the tokens, and for attention of ``1 / N`` of the heads over all tokens.
+    differ from those of unsplit rows only by rounding errors, and are bitwise reproducible. With ``N`` processes, each
+    device stores the activations of ``1 / N`` of the tokens. Attention needs memory for all tokens, but only for
+    ``1 / N`` of the heads.
 
     Args:
         model: Hugging Face causal language model. The numbers of query heads and of key/value heads must be multiples
@@ -58,7 +59,8 @@ class LongRows:
         **options: further arguments of :func:`wrap_model_to_roundpipe`; ``devices`` must be one device.
 
     Raises:
-        ConfigError: head counts are not multiples of the number of processes, or split rows give different results.
+        ConfigError: a number of heads is not a multiple of the number of processes, or the model computes different
+            results for split rows than for unsplit rows.
 
     ::
 
@@ -258,7 +260,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torc
 
 
 class TokenExchange:
-    """Exchanges tokens for heads between the ranks of a mesh, so that a rank attends to all tokens with some heads."""
+    """Exchanges parts of tensors between ranks, so that each rank gets all tokens for some of the attention heads."""
 
     def __init__(self, mesh: DeviceMesh, reason: Callable[[], BaseException | None]) -> None:
         self._members: list[int] = mesh.mesh.flatten().tolist()

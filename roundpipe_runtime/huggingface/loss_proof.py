@@ -46,7 +46,7 @@ _ROWS = 3  # the fewest rows that split into two parts of different sizes
 
 
 class PieceRows:
-    """Runs a few rows to find modules in which rows influence each other, and stores results for similar calls."""
+    """Runs a few rows of a batch through the model, to find modules in which rows influence each other."""
 
     def __init__(self, made: Cut, engine: Engine, *, shares_batches: bool) -> None:
         self.made, self.engine, self.shares_batches = made, engine, shares_batches
@@ -56,7 +56,7 @@ class PieceRows:
         self._compared: collections.Counter[Hashable] = collections.Counter()
 
     def mixing(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int) -> GradientTrial:
-        """Check whether any of the first ``number`` modules mixes rows, or its gradients do not scale with the loss."""
+        """Check whether rows of a batch influence each other in one of the first ``number`` modules."""
         kind = self.kind_of(args, kwargs), number, config.requires_grad
         if self._repeats.is_due(kind) or kind not in self._mixing:
             batch = FlatBatch.of(args, kwargs, None)
@@ -108,7 +108,7 @@ class PieceRows:
         return named, tuple(map(kind_of_value, args)), self.made.model.training, asked
 
     def repeated_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield trials with rows A, B and A of the batch in the parts (A, B) and (A), for pairs of rows A and B."""
+        """Yield sets of three rows (A, B, A), each split into (A, B) and (A); A and B are rows of the batch."""
         in_two = dataclasses.replace(config, num_microbatch=2)
         trial = next(self.some_rows(batch, config))
         for one, other in itertools.permutations(range(trial.count), 2):
@@ -119,7 +119,7 @@ class PieceRows:
                 yield RowTrial(whole, found)
 
     def three_at_least(self, batch: FlatBatch, config: RoundPipeRunConfig) -> tuple[FlatBatch, RoundPipeRunConfig]:
-        """Return a batch and its configuration: the given batch or, if it has a single row, this row three times."""
+        """Return a batch that can be split, with its configuration: a single row is repeated three times."""
         if [one.rows for one in self.engine.split(batch, config)] != [1]:
             return batch, config
         kwargs, options = split_options(batch.kwargs.tree)
@@ -148,7 +148,6 @@ class PieceRows:
             raise CannotJoinError("a few rows of the batch cannot be split into two parts")
 
     def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """Return the run configuration for a trial on a few rows; a ``split_input`` made for the batch is replaced."""
         if not getattr(config.split_input, "is_of_batch", False):
             return config
         kwargs: Kwargs = few.kwargs.tree
@@ -156,7 +155,7 @@ class PieceRows:
         return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
 
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
-        """Run the layers on each part of a trial, and on more rows than the last part has; return the outputs."""
+        """Return the layer outputs for each part of a set of rows, and for more rows than the last part has."""
         # axes that are longer in the larger set are row axes
         with self._trial_engine() as engine:
             # devices have memory for the rows of a microbatch, so no more rows run at once
@@ -192,7 +191,7 @@ _REFUSED = (RoundPipeError, RuntimeError, ValueError, IndexError, TypeError, Key
 
 @dataclasses.dataclass(frozen=True)
 class SomeRows:
-    """The values that the code after the last layer reads for a few rows: arguments of the model, and layer outputs."""
+    """Inputs of the last module of the pipeline for some rows of a batch: arguments of the model and layer outputs."""
 
     args: tuple[object, ...]  # positional arguments of the model
     kwargs: Kwargs  # keyword arguments of the model, without the options of the call
@@ -220,7 +219,7 @@ class LossWays:
     def find(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
     ) -> LossProof:
-        """Return how microbatch losses are combined; calls 1, 2, 4, ... with arguments of the same kind check this."""
+        """Return how the loss of a batch is computed from the losses of its microbatches."""
         # function: function of the model's loss, whose weights are already known. Default: the model's own loss.
         kind, code, label = self._rows.kind_of(args, kwargs), None, None
         if function is not None:
@@ -293,7 +292,7 @@ class LossWays:
 
 
 class Tail:
-    """Computes the loss of a few rows with the code after the last layer, in at least 32 bits."""
+    """Computes the loss of some rows of a batch by the part of the model after its last layer, in at least float32."""
 
     # kwargs: keyword arguments of the model in the checked call
 
@@ -315,7 +314,7 @@ class Tail:
         }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
-        """Return a result without a check if the model has no loss, or is random after its layers; else ``None``."""
+        """Return the result for a model that has no loss, or that draws random numbers after its layers."""
         values = {} if rows.state is None else rows.state.values
         held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
         with calls_apart(self._piece):
@@ -381,7 +380,7 @@ class Tail:
         return LossProof("items" if found.way == "sum" and is_share else found.way, compared=found.compared)
 
     def _loss(self, rows: SomeRows, values: dict[Key, torch.Tensor], *, seed: int) -> tuple[Part | None, bool]:
-        """Return the loss of some rows (``None`` if there is no loss), and whether random numbers were drawn."""
+        """Return the loss of some rows of a batch, and whether the model drew random numbers."""
         # values: outputs of the layers
         torch.default_generator.manual_seed(seed)
         before = torch.default_generator.get_state()

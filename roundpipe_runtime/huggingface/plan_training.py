@@ -28,7 +28,7 @@ from .loss.lazy_logits import loss_only, without_logits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingsChange:
-    """A change of settings with which a training fits into device memory, or comes closest to fitting."""
+    """Settings with which a training fits into device memory or, if no settings fit, needs the least memory."""
 
     what: str  # options of the command line
     device_bytes: int  # peak memory of a device after the change

@@ -106,7 +106,7 @@ class _Weights:
         self._known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def parameter(self, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Return a parameter that stays unquantized; a parameter on ``meta`` gets values from the function ``read``."""
+        """Load the values of a parameter if it is on ``meta``, and return the parameter."""
         if parameter is None or not parameter.is_meta or self._read is None:
             return parameter
         if id(parameter) not in self._known:

@@ -427,7 +427,7 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
-    """Return the reason why a model cannot generate through its pipeline; ``None`` if a trial gives equal logits."""
+    """Return the reason why a model cannot generate through its pipeline, or ``None`` if it can."""
     if cut.report.is_whole:
         return "it could not be split into layers"
     if (cache := home(model_inside(cut.model))) is None:
@@ -489,7 +489,7 @@ class GenerationPath:
         self._pipeline = None
 
     def _reason_for_host(self, kwargs: Kwargs) -> str | None:
-        """Create the pipeline; return the reason why it is not used, ``None`` if its outputs equal the model's."""
+        """Create the pipeline; return the reason not to use it, or ``None`` if its outputs equal the model's."""
         name, cache = name_in(kwargs), cache_of(kwargs)
         rest = {key: value for key, value in kwargs.items() if key not in (name, "use_cache", "cache_position")}
         tensors = [leaf for leaf in pytree.tree_leaves(rest) if isinstance(leaf, torch.Tensor)]

@@ -67,7 +67,7 @@ class DiskStore(ParameterStore):
         _STORES.add(self)
 
     def _move(self) -> None:
-        """Move parameters that are still in memory, or were replaced, to the disk."""
+        """Move parameters that are in memory to the disk, such as parameters that the user has replaced."""
         for name, parameter in self.model.named_parameters():
             if _can_move(parameter) and not self.memory.holds(parameter):
                 parameter.data = self.memory.copy(("weight", name), parameter)
@@ -90,7 +90,7 @@ class DiskStore(ParameterStore):
         return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Start to write gradients to the disk; return the tensors on the disk, with events for their completion."""
+        """Start to write the dense gradients of a layer to the disk, and return the gradients with their events."""
         moves: collections.deque[tuple[Tensor, Event, Tensor]] = collections.deque()
         places: dict[nn.Parameter, Tensor] = {}
         found: Landed = {}
@@ -188,8 +188,8 @@ class DiskStore(ParameterStore):
         self._states[id(target)] = [weakref.ref(state[key]) for key in keys]
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make parameters and master weights equal, unless an optimizer step by layers has already made them equal."""
-        stepped = (self.note_published() or stepped) and not self._has_stepped
+        """Make each parameter equal to its master weight, one parameter at a time."""
+        stepped = (self.note_published() or stepped) and not self._has_stepped  # `take_step` has copied its results
         self._has_stepped = False
         self.take_gradients()
         self._move()

@@ -189,7 +189,7 @@ class _Steps:
         self._found: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
 
     def complete(self, layer: int, gradients: Landed) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the parameters with complete gradients, each with the sum of its gradients over all layers."""
+        """Return the gradients that ``layer`` completes, each summed over all layers that use the parameter."""
         for parameter, (gradient, _) in gradients.items():
             self._found.setdefault(parameter, {})[layer] = gradient.to(dtype_of_gradient(parameter))
         found = {}
@@ -215,7 +215,7 @@ _STORES: weakref.WeakSet[InBackwardStore] = weakref.WeakSet()
 
 @functools.cache
 def _watch_scalers() -> None:
-    """Make ``GradScaler.scale`` raise an error in a backward that updates layers before gradients are unscaled."""
+    """Make ``GradScaler.scale`` raise an error while a backward also updates layers."""
     plain: Callable[..., Any] = torch.amp.GradScaler.scale
 
     @functools.wraps(plain)

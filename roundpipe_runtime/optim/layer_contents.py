@@ -1,8 +1,8 @@
 """List the parameters and buffers of each layer, and large embedding and head matrices (tables) to copy in parts.
 
-Copying only the needed rows of an embedding changes no bit of a result, so large embeddings always copy rows. Products
-with slices of an output head are summed in another order than with the whole head, so an output head is multiplied in
-slices only if the whole head does not fit on a device, or if the caller requests slices.
+By default, only the needed rows of a large embedding are copied, which does not change results. Multiplying an output
+head slice by slice changes the order of sums, and thus the rounding of results. Therefore an output head is multiplied
+in slices only if the whole head does not fit on a device, or if the caller requests slices.
 """
 
 # embedding   copies the rows that occur in a microbatch, and their gradients back
@@ -96,7 +96,7 @@ class LayerContents:
         return sum(map(self.nbytes_of, self.parts())) + buffers
 
     def nbytes_of(self, part: torch.Tensor) -> int:
-        """Return the bytes of a tensor on a device; of a large table, only the bytes of the slices in use."""
+        """Return how many bytes of a tensor are on a device at the same time; rows of large embeddings do not count."""
         if (table := self.tables.get(id(part))) is None:
             return sent_nbytes(part)
         rows = min(_SLICES_AT_ONCE * (table.slice_rows or 0), part.shape[0]) if table.is_head else 0

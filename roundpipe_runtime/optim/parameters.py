@@ -1,11 +1,11 @@
 """Store parameters on the host, their gradients, and their master weights in the optimizer's dtype.
 
-The user's ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer works in
-another dtype. If the optimizer works in another dtype, the parameter has a *master weight* of the optimizer's dtype:
-gradients are added to the master weight, the optimizer updates it, and :meth:`ParameterStore.publish` rounds it into
-the parameter. If the parameter itself was changed (``load_state_dict``, an in-place edit, ``.data``), the master weight
-is copied from the parameter. A master weight takes no memory while its parameter is frozen. The ``grad`` of a parameter
-is the gradient of its master weight, so that training loops can read, clip or clear it.
+The user's ``nn.Parameter`` is the host copy of a parameter, and its ``grad`` is the gradient buffer. If the optimizer
+works in another dtype, the parameter has a *master weight* of the optimizer's dtype. The optimizer updates the master
+weight, and :meth:`ParameterStore.publish` rounds the new value into the parameter. If the user changed the parameter
+(``load_state_dict``, an in-place edit, ``.data``), the master weight is copied from the parameter. A master weight
+takes no memory until its parameter is trainable. The ``grad`` of a parameter with a master weight is the gradient of
+the master weight, so that training loops can read, clip or clear this gradient.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ParameterStore:
                 tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Copy each master weight into its parameter, or a parameter that the user changed into its master weight."""
+        """Make each parameter equal to its master weight, after an optimizer or the user has changed one of the two."""
         # stepped: whether an optimizer has just stepped; steps of torch's optimizers are also detected
         stepped = self.note_published() or stepped
         self.take_gradients()
@@ -146,8 +146,8 @@ class ParameterStore:
     def adopt(self) -> None:
         """Copy each parameter that was changed outside of an optimizer into its master weight.
 
-        Writes through ``Tensor.data`` are detected by comparing some values of each parameter. All values are compared
-        at calls 1, 2, 4, 8, ... of this method, and at all calls after a write through ``data`` was detected.
+        To detect writes through ``Tensor.data``, this method compares some values of each parameter. Calls 1, 2, 3, 5,
+        9, 17, ... compare all values. After such a write was detected, all calls compare all values.
         """
         is_ahead = self._steps != number_of_steps()  # a step was not copied to the parameters yet
         compares_all = not is_ahead and (self._is_written_by_data or self._looks & (self._looks - 1) == 0)
@@ -157,7 +157,7 @@ class ParameterStore:
             self._adopt(compares_all=True)
 
     def _adopt(self, *, compares_all: bool) -> bool:
-        """Copy changed parameters to master weights; return whether one was written through ``Tensor.data``."""
+        """Copy changed parameters to master weights; return whether ``Tensor.data`` of a parameter was written."""
         compares_all &= self.has_numbers_at_hand
         changes = [self._masters[name].adopt(p, compares_all=compares_all) for name, p in self._with_master()]
         return "uncounted" in changes
@@ -169,7 +169,7 @@ class ParameterStore:
             self._masters[name].show(parameter, copies=True)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Return the master weights by name, except of parameters that were always frozen."""
+        """Return the master weight of each parameter that has been trainable, by the name of the parameter."""
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -182,8 +182,8 @@ class ParameterStore:
         self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
     def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
-        """Return a function that copies a parameter to a new master weight, without a reference to this store."""
-        return lambda parameter, dtype: parameter.detach().to(dtype, copy=True)
+        """Return a function that copies the values of a parameter to a new tensor for its master weight."""
+        return lambda parameter, dtype: parameter.detach().to(dtype, copy=True)  # does not refer to the store
 
     # -- other stores have another memory, or another time of the step ----------------------------------------------
 
@@ -199,7 +199,7 @@ class ParameterStore:
         """Move the optimizer state of a parameter to where this store keeps it; by default, do nothing."""
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """Update the parameters of this store; return an optimizer whose step updates all other parameters."""
+        """Run an optimizer step if torch cannot run it, and return the optimizer that torch steps after this call."""
         return widened(optimizer, args, kwargs)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
@@ -216,7 +216,7 @@ class ParameterStore:
         """Called after a failed backward: a subclass stops updates of layers, and adds a note to the error."""
 
     def end_run(self) -> None:
-        """Called after a successful backward: a subclass that has updated layers meanwhile ends its optimizer step."""
+        """After a successful backward, end the optimizer step of a store that updates layers during the backward."""
 
     def check_whole(self) -> None:
         """Raise an error if an earlier backward failed after updating some of the layers."""
@@ -244,9 +244,9 @@ class ParameterStore:
             self._shadows[key] = tensor.clone() if place is None else place.copy_(tensor)
 
     def note_names(self) -> None:
-        """Store the names of the host parameters until :meth:`thaw`, as a forward replaces them by device copies."""
+        """Store the names of the host parameters until :meth:`thaw`."""
         self.take_gradients(hides=True)  # a background step frees each gradient after its use
-        self._before = list(self.model.named_parameters(remove_duplicate=False))
+        self._before = list(self.model.named_parameters(remove_duplicate=False))  # a forward replaces them
 
     def targets(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return the tensor that the optimizer updates for each parameter: its master weight, or the parameter."""
@@ -254,7 +254,7 @@ class ParameterStore:
         return [self._target(names[id(p)], p) if id(p) in names else p for p in parameters]
 
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """After a step, copy master weights to parameters; copy other parameters to the copies that stages read."""
+        """Copy the results of an optimizer step to the tensors that stages read."""
         names = self._names()
         for parameter in parameters:
             name = names.get(id(parameter), "")
@@ -272,11 +272,10 @@ class ParameterStore:
         return name not in self._masters
 
     def _listed(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the host parameters with their names, also while modules contain device copies of parameters."""
+        """Return the host parameters with their names, even while a forward has replaced them by device copies."""
         return self._before or list(self.model.named_parameters(remove_duplicate=False))
 
     def _names(self) -> dict[int, str]:
-        """Return the first name of each parameter, by the ``id()`` of the parameter."""
         return {id(parameter): name for name, parameter in reversed(self._listed())}
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
@@ -310,11 +309,11 @@ class ParameterStore:
 
 
 class _Master:
-    """The master weight of a parameter, and the version counters of both when their values were last equal.
+    """The master weight of a parameter, with a snapshot of both tensors that shows later changes.
 
     A master weight counts as changed after every optimizer step, because torch's fused optimizers write without
-    incrementing the version counter. While a parameter is frozen, its master weight is one NaN, expanded to the shape
-    of the parameter, so that an optimizer can already refer to the master weight.
+    incrementing the version counter. Until the parameter is trainable, the master weight is a single NaN, expanded to
+    the shape of the parameter. So an optimizer can refer to a master weight that takes no memory.
     """
 
     # shown: the gradient that each parameter shows, with its master weight; `None` for copies
@@ -333,7 +332,7 @@ class _Master:
         self.wake(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Make the master weight trainable or frozen like its parameter; copy the values when it is first trainable."""
+        """Make the master weight trainable or frozen, like its parameter."""
         if parameter.requires_grad and not self.is_filled:
             self._fill(parameter)
         if self.tensor.requires_grad != parameter.requires_grad:
@@ -345,16 +344,16 @@ class _Master:
         self._note(parameter)
 
     def show(self, parameter: nn.Parameter, *, copies: bool = False) -> None:
-        """Set ``parameter.grad`` to the master weight's gradient; ``copies``: to a copy in the parameter's dtype."""
+        """Set ``parameter.grad`` to the gradient of the master weight."""
         gradient = self.tensor.grad
         if gradient is not None and gradient.shape == parameter.shape and parameter.is_leaf:
-            shown = gradient.to(parameter.dtype, copy=True) if copies else gradient
+            shown = gradient.to(parameter.dtype, copy=True) if copies else gradient  # a copy has the parameter's dtype
             parameter.grad_dtype = None  # allows any dtype
             parameter.grad, self.shown[parameter] = shown, (None if copies else self._key, shown)
 
     def take(self, parameter: nn.Parameter, *, adds: bool = False) -> bool:
-        """Move changes of ``parameter.grad`` to the master weight; return whether this object had set the ``grad``."""
-        # adds: whether a gradient that the caller has set is added
+        """Move changes that user code made to ``parameter.grad`` to the gradient of the master weight."""
+        # adds: whether a gradient that the caller has set is added. Returns whether this object had set the `grad`.
         owner, shown = self.shown.get(parameter, (None, None))
         found, is_mine = parameter.grad if parameter.is_leaf else None, owner is self._key
         if is_mine and found is not shown and self.tensor.grad is shown:  # replaced, or cleared
@@ -419,5 +418,5 @@ def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def is_watched(target: torch.Tensor) -> bool:
-    """Return whether gradients must be added by autograd, not directly, because the tensor has hooks or a graph."""
+    """Return whether autograd must add gradients to a tensor, because the tensor has hooks or a graph."""
     return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

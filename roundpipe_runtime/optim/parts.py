@@ -35,7 +35,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerParts:
-    """Runs an optimizer step for a few parameters at a time, with the options and gradients at the step's beginning."""
+    """Runs an optimizer step for a few parameters at a time."""
 
     # hold_state: function that gets a parameter and its state after each update, and may move the tensors of the state.
     # Default: the tensors stay where the optimizer created them.
@@ -53,7 +53,7 @@ class OptimizerParts:
         self.parameters: list[torch.Tensor] = list(dict.fromkeys(itertools.chain.from_iterable(self._gradients)))
 
     def give(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Store gradients that were computed after the optimizer step had begun, for later calls of :meth:`step`."""
+        """Store gradients that were computed after the beginning of the optimizer step, for :meth:`step`."""
         for group, known in zip(self._optimizer.param_groups, self._gradients, strict=True):
             known.update({p: (gradients[p], gradients[p]._version) for p in group["params"] if p in gradients})
 
@@ -63,7 +63,7 @@ class OptimizerParts:
         if not owners:
             return
         with torch.no_grad():
-            _own_step(part)()
+            _own_step(part)()  # with the options from the beginning of the whole step
         for alias, parameter in owners.items():
             if alias in part.state:
                 self._hold_state(parameter, part.state[alias])
@@ -72,7 +72,7 @@ class OptimizerParts:
         self._attributes_after = _attributes(part)
 
     def finish(self) -> Optimizer:
-        """End the step: store new options and attributes in the original optimizer; return an empty optimizer."""
+        """End the step, and return an optimizer without parameters, which torch can step instead."""
         for group, before, after in zip(self._optimizer.param_groups, self._before, self._after, strict=False):
             group.update(_changed(before, after))
         self._optimizer.__dict__.update(_changed(self._attributes, self._attributes_after))
@@ -138,7 +138,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """Step now if gradients have other dtypes than parameters; return the optimizer that is left for torch to step."""
+    """Run an optimizer step if a gradient has another dtype than its parameter; else leave the step to torch."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer
@@ -163,10 +163,10 @@ _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKey
 
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
-    """Report whether updating parameters one by one equals a whole step bitwise, by a trial on small tensors.
+    """Return whether updating one parameter after the other is bitwise identical to a step for all parameters.
 
-    The trial uses the options and optimizer states of a few parameters per parameter group. An update that depends on
-    several parameters, their order, or random numbers gives other bits if parameters are updated one by one.
+    The results of both are compared on small tensors, with the options and states of a few parameters of each group.
+    The results differ if an update depends on several parameters, on their order, or on random numbers.
     """
 
     def has_same_bits() -> bool:
@@ -330,11 +330,11 @@ class Mark:
         return cls(weakref.ref(tensor), tensor._version, tensor.data_ptr(), _sample(tensor) if with_numbers else None)
 
     def is_counted(self, tensor: torch.Tensor) -> bool:
-        """Return whether torch counted an in-place write since the snapshot, or ``tensor`` is a different tensor."""
+        """Return whether torch has counted an in-place write since the snapshot, or ``tensor`` is another tensor."""
         return self.source() is not tensor or self.version != tensor._version
 
     def has_numbers(self, tensor: torch.Tensor) -> bool:
-        """Return whether the values of the tensor that this snapshot stored (a few, or none) are unchanged."""
+        """Return whether the tensor still has the values that are stored in the snapshot."""
         return self.sample is None or torch.equal(self.sample, _sample(tensor))
 
 

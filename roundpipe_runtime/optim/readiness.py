@@ -83,11 +83,11 @@ class ReadinessTable:
         self._layers = [LayerReadiness() for _ in range(num_layers)]
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._latest = 0
+        self._latest = 0  # some layers may still have an earlier version
 
     @property
     def latest(self) -> int:
-        """Version of the parameters that a pipeline call reads if it starts now; some layers may not have it yet."""
+        """Version of the parameters that a pipeline call reads if it starts now."""
         return self._latest
 
     def advance(self) -> int:
@@ -106,7 +106,7 @@ class ReadinessTable:
             return self._layers[layer].can_read(version)
 
     def start_read(self, layer: int, version: int, *, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the given version of a layer can be read; it is not replaced until :meth:`end_read`."""
+        """Wait until a layer has the given version, and keep this version until :meth:`end_read` is called."""
         # check: function that is called ten times a second while waiting; it may raise to give up
         with self._changed:
             while not self._layers[layer].can_read(version):
@@ -139,7 +139,7 @@ class ReadinessTable:
             self._changed.notify_all()
 
     def hold_latest(self) -> int:
-        """Keep the latest version of all layers readable for a pipeline call that begins now; return this version."""
+        """Return the latest version of the parameters, and keep this version until :meth:`let_go` is called."""
         with self._changed:
             self._each(self._layers, lambda state: state.hold(self._latest))
             return self._latest

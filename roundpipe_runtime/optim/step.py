@@ -73,10 +73,11 @@ class GradScaler(_GradScaler):
         return super().scale(outputs)
 
     def update(self, new_scale: float | torch.Tensor | None = None, is_async: bool = True) -> None:
-        """Set the scale of the next step: ``new_scale``, or a scale that follows from the overflows of the last step.
+        """Set the scale of the next step.
 
         Args:
-            new_scale: scale to set, instead of the scale that follows from the last step.
+            new_scale: scale to set (default: the current scale, which becomes smaller after infinite or NaN gradients,
+                and larger after ``growth_interval`` steps in a row without such gradients).
             is_async: has no effect: the new scale is always set when this method returns.
         """
         wait_for_updates()
@@ -167,7 +168,7 @@ class StepRunner:
             self._update = self._worker.submit(_in_ctx, step)
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Start an optimizer step that runs by layers in the background; return when its inputs have been read."""
+        """Start an optimizer step that updates one layer after the other in the background."""
         self.synchronize()
 
         def not_begun(error: BaseException) -> None:
@@ -196,7 +197,7 @@ class StepRunner:
 
     @property
     def pending(self) -> bool:
-        """Whether the parameters, as the calling thread sees them, lack the result of a background step."""
+        """Whether the parameters, as the calling thread sees them, lack the result of a background optimizer step."""
         ahead = self._ahead is not None and (self._ahead.is_ahead or not self.is_here())
         return self._unpublished or self._publication is not None or ahead
 
@@ -211,7 +212,7 @@ class StepRunner:
         return (ahead := self._ahead) is not None and ahead.is_ahead
 
     def run_ended(self) -> None:
-        """Start to write the background step's result to the parameters; called after a successful pipeline call."""
+        """After a successful pipeline call, start to copy the result of a background step to the parameters."""
         self.wait_update()
         if self._unpublished:
             with Uninterrupted():
@@ -269,7 +270,7 @@ class StepRunner:
             self._store.thaw()
 
     def note_raised(self, error: BaseException) -> None:
-        """Forget an error of a background step that a pipeline call has raised, so that it is not raised again."""
+        """Forget an error of a background optimizer step, because a pipeline call has already raised this error."""
         update = self._update
         if self._ahead is not None and update is not None and not self.is_here():
             with contextlib.suppress(BaseException):
@@ -279,7 +280,7 @@ class StepRunner:
                 self._end_exact()
 
     def resume(self) -> None:
-        """After a failure, continue to write the result of an optimizer step to layers that do not have it yet."""
+        """Continue to copy the result of an optimizer step to the parameters, if an error has stopped the copy."""
         update = self._update
         if self.is_exact and update is not None and is_done(update) and error_of(update) is None:
             self.wait_update()
@@ -303,7 +304,7 @@ class StepRunner:
             self._publication = None
 
     def wait_written(self) -> None:
-        """Wait until no thread writes parameters; the parameters may still lack the result of a background step."""
+        """Wait until no thread writes parameters, which may still lack the result of a background optimizer step."""
         self.resume()
         self.wait_update()
         if not self.is_here():
@@ -342,7 +343,7 @@ _LOG = logging.getLogger("roundpipe_runtime")
 
 @atexit.register
 def _report_failures() -> None:
-    """Log the error of a background optimizer step that no pipeline call has raised."""
+    """At the end of the process, log errors of background optimizer steps that were never raised."""
     for runner in list(_RUNNERS):
         for what, future in (("function given to", runner._update), ("publication of", runner._publication)):
             error = None if future is None else error_of(future)
@@ -410,7 +411,7 @@ class LayerSteps:
                 self.has_begun.set_result(None)
 
     def release_all(self) -> None:
-        """Let the next pipeline call read the layers that this step has not updated, with their current parameters."""
+        """Let the next pipeline call read all layers that still wait for an update, with their current parameters."""
         for contents in self._contents:
             if self._table.version(contents.index) < self._table.latest:
                 self._release(contents, lambda: None)

@@ -103,7 +103,7 @@ def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
 
 
 class _Taking(threading.local):
-    """The function that runs optimizer steps of this thread instead of torch, and the hooks that call the function."""
+    """The function that runs the optimizer steps of this thread instead of torch."""
 
     def __init__(self) -> None:
         self.taker: Taker | None = None
@@ -160,7 +160,7 @@ def take_over_always(taker: Taker, *, first: bool = False) -> None:
 
 @contextlib.contextmanager
 def taking_over(taker: Taker | None) -> Iterator[None]:
-    """In the with block, optimizer steps of this thread call ``taker``, which returns the optimizer to step."""
+    """Let the function ``taker`` run the optimizer steps of this thread in a ``with`` block."""
     # taker: function that runs a step, after the optimizer's pre-hooks; `None`: optimizers step normally
     before, _TAKING.taker = _TAKING.taker, taker
     try:
@@ -175,7 +175,7 @@ def taking_over(taker: Taker | None) -> Iterator[None]:
 
 
 def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
-    """Make other threads wait for the end of a step before they step the optimizer, or read or load its state."""
+    """Register a running optimizer step: other threads wait for its end before they step, save or load it."""
     if optimizer not in _WATCHED:
         _WATCHED.add(optimizer)
         optimizer.register_state_dict_pre_hook(_wait)

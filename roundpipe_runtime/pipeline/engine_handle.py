@@ -43,7 +43,7 @@ _SHARED = tuple(name for name, value in vars(nn.Module()).items() if isinstance(
 class ModelProxy(nn.Module):
     """Base class of wrappers around a module. Attributes whose names begin with ``_rp_`` belong to the wrapper.
 
-    All other attributes are read, set and deleted on the wrapped model.
+    Attributes with any other name are read, set and deleted on the wrapped model.
     """
 
     _rp_model: nn.Module
@@ -220,7 +220,7 @@ class EngineHandle(ModelProxy):
         """Yield each parameter that the optimizer updates, once.
 
         With ``optim_dtype`` and ``update="masters"``, master weights are yielded: copies of the parameters in
-        ``optim_dtype``, which have the gradients. Without master weights, parameters of the model are yielded.
+        ``optim_dtype``, whose ``grad`` has the gradients. Without master weights, the model's parameters are yielded.
         """
         for _, parameter in self.optim_named_parameters():
             yield parameter
@@ -242,7 +242,7 @@ class EngineHandle(ModelProxy):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters of the model; inside :class:`OptimizerCtx`, those that the optimizer updates.
+        """Yield names and parameters of the model. Inside :class:`OptimizerCtx`, yield the optimizer's parameters.
 
         Args:
             prefix: prefix of the names.
@@ -263,7 +263,7 @@ class EngineHandle(ModelProxy):
         """Yield names and modules of the model.
 
         If another module contains the pipeline, ``named_parameters`` of that module calls this method with ``memo``.
-        Inside :class:`OptimizerCtx`, a call with ``memo`` yields one module with the parameters of the optimizer.
+        Inside :class:`OptimizerCtx`, such a call yields a single module with the parameters of the optimizer.
 
         Args:
             memo: modules that were yielded already.
@@ -285,7 +285,7 @@ class EngineHandle(ModelProxy):
         """Set the optimizers with which ``forward_backward`` updates each layer if ``update="in_backward"``.
 
         ``optimizer.step()`` must still be called after each ``forward_backward``, because schedulers expect the call.
-        ``optimizer.step()`` then updates only parameters outside of the layers, such as parameters of a loss.
+        ``optimizer.step()`` updates only the parameters outside of the layers, such as parameters of a loss function.
 
         Args:
             *optimizers: optimizers that together update all :meth:`optim_parameters`.
@@ -389,7 +389,7 @@ class EngineHandle(ModelProxy):
         """Return the training state of the pipeline that is not in its state dict.
 
         Returns:
-            The number of completed runs, the master weights and gradients (not copied), and the number of row groups.
+            The number of completed calls, the master weights and gradients (not copied), and the value of ``replicas``.
         """
         return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
 
@@ -398,8 +398,8 @@ class EngineHandle(ModelProxy):
 
         Args:
             progress: training state of a pipeline with the parameter names of this pipeline. The master weights in
-                ``progress`` are ignored if this pipeline does not use master weights. Batches are split into the
-                stored number of groups, unless this pipeline was created with ``replicas``.
+                ``progress`` are ignored if this pipeline does not use master weights. Each batch is split into as many
+                groups of rows as in the saved training, unless this pipeline was created with ``replicas``.
         """
         self._rp_engine.load_progress(progress)
         self._rp_keep_replicas(progress.replicas or 1)
@@ -437,7 +437,7 @@ class EngineHandle(ModelProxy):
         Args:
             state_dict: parameters and buffers by name.
             strict: whether the names must be exactly those of the model.
-            assign: whether the tensors replace the parameters, instead of a copy of their values.
+            assign: whether the tensors of ``state_dict`` become the parameters (default: their values are copied).
 
         Returns:
             The missing and the unexpected keys, as ``nn.Module.load_state_dict`` returns them.

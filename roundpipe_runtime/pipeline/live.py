@@ -232,7 +232,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 @functools.lru_cache(256)
 def _writes(code: types.CodeType) -> bool:
-    """Return whether a function assigns a variable of its module or of the function around it."""
+    """Return whether a function assigns a global variable, or a variable of an enclosing function."""
     inner = {name for one in _codes(code) for name in one.co_cellvars}  # own variables that inner functions share
     return any(
         step.opname in _WRITES and (step.opname.endswith("GLOBAL") or step.argval not in inner)

@@ -139,29 +139,30 @@ class RoundPipe(EngineHandle):
         pin_model: how parameters are pinned in host memory if there is an accelerator. ``"alloc"`` (default) moves
             parameters to pinned memory, ``"register"`` pins parameters in place (CUDA only), ``"off"`` pins nothing.
         devices: ``"virtual:N"``, a list of torch devices or of :class:`Device` objects, or ``None``: all accelerators,
-            else ``"virtual:2"``.
+            or ``"virtual:2"`` without an accelerator.
         mesh: mesh of the processes that train the model, such as ``init_device_mesh("cpu", (N,))`` (default: this
             process alone). With a mesh, each process passes its part of the batch to ``forward_backward``, and stores
-            the optimizer state for some rows of every matrix. A mesh with two axes replicates the optimizer state along
-            the first axis: with shape ``(N, 1)``, each process has the whole optimizer state.
-        replicas: number of groups that the rows of a batch are split into (default: number of ranks N). The ranks get
-            the groups in turn. With the same ``replicas``, every number of ranks gives the same results.
-        reduce_dtype: dtype in which gradients are sent between ranks (default: the dtype of their sums).
+            the optimizer state for some rows of every matrix. With a mesh of shape ``(R, S)``, the optimizer state is
+            split among ``S`` processes, and ``R`` processes have the same part of the state. With shape ``(N, 1)``,
+            each process has the whole state.
+        replicas: number of groups that the rows of a batch are split into (default: number of ranks N). Rank r gets the
+            groups r, r + N, r + 2N, ... With the same ``replicas``, every number of ranks gives the same results.
+        reduce_dtype: dtype in which gradients are sent between ranks (default: the dtype in which they are summed).
         gradient_dtype: dtype in which gradients of master weights are stored until the optimizer step (default:
             ``optim_dtype``). Within a backward, gradients are summed in ``optim_dtype``.
         compile: ``True``, or keyword arguments of ``torch.compile``, to compile the layers (default: layers are not
             compiled). Layers are compiled with ``dynamic=True``, unless the keyword arguments contain ``dynamic``.
-        large_tables: how embeddings and heads of at least 16 MiB are copied to a device. ``"auto"``: only the rows
-            of an embedding that a microbatch reads are copied, and the head of a transformers model is copied in slices
-            if it does not fit into a stage. ``"slices"``: a head is always copied in slices; the loss then differs by
-            rounding. ``"whole"``: embeddings and heads are copied like every other parameter.
+        large_tables: how embeddings and heads of at least 16 MiB are copied to a device. ``"auto"``: of an embedding,
+            only the rows that a microbatch reads are copied. The head (output layer) of a transformers model is copied
+            in slices if it is too large for a stage. ``"slices"``: a head is always copied in slices, which changes the
+            loss by rounding errors. ``"whole"``: embeddings and heads are copied like every other parameter.
         host: with ``"disk:DIR"``, parameters, gradients, master weights and optimizer state are in a scratch file in
             this folder, and only a few layers are in memory at a time (default: ``"memory"``). Results are unchanged.
         update: what the optimizer updates (default: ``"masters"``). ``"masters"``: copies of the parameters in
-            ``optim_dtype`` (master weights), which are rounded to the parameters after each step. ``"in_place"``: the
-            parameters of the model themselves, converted to ``optim_dtype``; uploads round them to their original
-            dtype. ``"in_backward"``: as ``"in_place"``, but ``forward_backward`` updates each layer when the gradients
-            of the layer are complete, see :meth:`step_with`. All values of ``update`` give the same results.
+            ``optim_dtype`` (master weights). After each step, the rounded master weights are copied to the parameters.
+            ``"in_place"``: the parameters of the model, converted to ``optim_dtype``. Copies on devices are rounded to
+            the original dtype. ``"in_backward"``: as ``"in_place"``, but ``forward_backward`` updates each layer when
+            the gradients of the layer are complete, see :meth:`step_with`. All three values give the same results.
 
     Raises:
         ConfigError: an argument has an invalid value.
@@ -359,7 +360,6 @@ class RoundPipe(EngineHandle):
         return found
 
     def _rp_check_alone(self) -> None:
-        """Raise an error if other processes have rows of the same batch, which a joined loss would not include."""
         if self._rp_options.has_groups:
             raise LossError(
                 'loss_reduction="joined" computes the loss from all rows, but each process of a mesh has only some of '
@@ -377,7 +377,7 @@ class RoundPipe(EngineHandle):
         return (config or RoundPipeRunConfig()).over(self._rp_options.model_run_config).resolved(self.num_devices)
 
     def _rp_check_model(self) -> None:
-        """Raise an error if layers were replaced; after other changes, check again that rows are independent."""
+        """Raise an error if layers of the model were replaced since the pipeline was created."""
         model, layers = self._rp_model, self._rp_engine.layers
         reading = ModelReading(model, layers)
         if reading.matches(self._rp_reading):
@@ -392,7 +392,7 @@ class RoundPipe(EngineHandle):
             )
         self._rp_reading = reading
         if self._rp_engine.row_check is not None:
-            self._rp_engine.row_check = RowCheck()
+            self._rp_engine.row_check = RowCheck()  # checks the changed layers again
 
     @property
     def _rp_runs_model(self) -> bool:

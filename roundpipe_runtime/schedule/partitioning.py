@@ -42,8 +42,8 @@ class LayerCost:
         forward: time of a forward, in seconds or in any unit that is the same for all layers of a plan.
         backward: time of a backward with its recomputed forward, in the unit of ``forward``.
         param_bytes: bytes of the parameters and buffers, which are on the device while the layer runs.
-        grad_bytes: bytes of the gradients of the parameters, which are on the device during backward. If gradients are
-            summed in a dtype other than the parameter's, the bytes of the sums are included.
+        grad_bytes: bytes of the gradients of the parameters, which are on the device during backward. If the sum of the
+            gradients of a parameter has another dtype than the parameter on the device, the bytes of the sum are added.
 
     >>> LayerCost(forward=0.5, param_bytes=400) + LayerCost(forward=0.25, param_bytes=100)
     LayerCost(forward=0.75, backward=0.0, param_bytes=500, grad_bytes=0)

@@ -65,11 +65,10 @@ class ModelExecutePlan:
     def check_valid(self, *given: int | str, **named: Any) -> None:
         """Check that every layer runs once in each direction, in order: ``check_valid(num_layers, run_type)``.
 
-        ``num_layers`` and ``run_type`` can be given in any order, or by name.
-
         Args:
-            *given: ``num_layers``, the number of layers of the model, and ``run_type``, see :meth:`auto`.
-            **named: ``num_layers`` and ``run_type``, if given by name.
+            *given: ``num_layers`` (the number of layers of the model) and ``run_type`` (see :meth:`auto`), in any
+                order.
+            **named: the arguments ``num_layers`` and ``run_type``, if they are passed by name.
 
         Raises:
             PlanError: if a layer is missing, repeated or out of order; the message names the layer.
@@ -142,7 +141,7 @@ class ModelExecutePlan:
             min_stages: smallest number of stages (default: the number of devices).
             upper_threshold: largest ratio of the time of a stage to the time of the slowest layer.
             model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device (default: the memory of the
-                devices, if known). A stage may use half of this memory, because the next stage is loaded meanwhile.
+                devices, if known). A stage may use half of the limit, because the next stage is loaded meanwhile.
             previous: the plan in use, which is kept unless the new plan is clearly faster.
             last_stage_copies: number of devices that run the last layer (default: 1). If several devices run the last
                 layer, it is a separate stage, and the devices take its microbatches in turn. With ``"auto"``, several
@@ -196,7 +195,7 @@ def _check_number(name: str, value: Any) -> None:
 
 def _check_copies(value: Any) -> None:
     if type(value) is not int or value < 1:
-        raise PlanError(f"last_stage_copies must be a number of devices of at least 1, found {value!r}.")
+        raise PlanError(f"last_stage_copies must be an int of at least 1, a number of devices; found {value!r}.")
 
 
 def _range(stage: Sequence[int]) -> range:

@@ -1,10 +1,10 @@
 """The round-robin pipeline schedule: which device runs which stage on which microbatch, and in which order.
 
-Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) fills a pipeline with the microbatches of one batch, and
-recomputes the forward. In GPipe, and in the 1F1B schedule of PipeDream (Harlap et al., 2018, arXiv 1806.03377), a
-device always runs the same stage; here stages are assigned to the devices in turn, as in RoundPipe (Luo et al., 2026,
-arXiv 2604.27085). A stage stays on its device for all microbatches, and the next stage runs one microbatch behind on
-the next device, as :func:`draw` shows.
+Stages are assigned to the devices in turn, as in RoundPipe (Luo et al., 2026, arXiv 2604.27085). A stage runs all
+microbatches on one device. The next stage runs on the next device, one microbatch later, as :func:`draw` shows. In
+GPipe (Huang et al., 2019, arXiv 1811.06965) and in the 1F1B schedule of PipeDream (Harlap et al., 2018, arXiv
+1806.03377), a device always runs the same stage. Two ideas are from GPipe: the microbatches of a batch fill the
+pipeline, and the forward is recomputed for the backward.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def steps_in_order(
     Args:
         devices: the index of the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
-        stages: the stages; copies of a stage divide the microbatches (default: each stage takes all microbatches).
+        stages: the stages; only needed if a stage has copies, which divide the microbatches (default: no copies).
 
     Returns:
         An iterator over the steps of the schedule.
@@ -160,7 +160,7 @@ def clock_cycles(
     Args:
         devices: the index of the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
-        stages: the stages; copies of a stage divide the microbatches (default: each stage takes all microbatches).
+        stages: the stages; only needed if a stage has copies, which divide the microbatches (default: no copies).
 
     Returns:
         An iterator over the clock cycles, each a list of steps.
@@ -185,8 +185,8 @@ def clock_cycles(
 def draw(stages: Sequence[Stage], devices: Sequence[int], num_microbatch: int) -> str:
     """Draw a pipeline schedule as text: a line per clock cycle, a column per device.
 
-    Forward stages are ``F0``, ``F1`` ..., the fused stage is ``L``, backward stages are ``B0``, ``B1`` ...; ``m0`` is
-    the first microbatch, and ``.`` is an idle cycle.
+    Forward stages are called ``F0``, ``F1`` ..., and backward stages are called ``B0``, ``B1`` ... The fused stage is
+    called ``L``. The first microbatch is called ``m0``. A dot is an idle clock cycle.
 
     Args:
         stages: the stages of a plan, from :func:`stages_of`.

@@ -44,9 +44,9 @@ class StageLoad:
         outputs: bytes of activations that are copied to CPU memory per microbatch.
         working: bytes that exist on the device during the computation of one microbatch.
         copies: number of devices that run the stage, each for every ``copies``-th microbatch (default: 1).
-        copy: which of the ``copies`` devices this object describes, from 0 (default: ``None``, each of them).
-        share: bytes of gradients that a device sends per microbatch to the last of the devices that run the stage,
-            which sums the gradients (default: 0). With ``share=0``, each device copies its gradients to CPU memory.
+        copy: index of one of the ``copies`` devices, if only this device is described (default: ``None``, all devices).
+        share: bytes of gradients that a device sends per microbatch to the last of the ``copies`` devices, which sums
+            the gradients. With ``share=0``, the default, each device copies its own gradients to CPU memory.
     """
 
     compute: float
@@ -198,7 +198,7 @@ def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> f
 
 
 def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, num_microbatch: int) -> float:
-    """Return the time of one iteration in which devices may share the microbatches of a stage; ignore data transfers.
+    """Return the time of one iteration without data transfers, for stages that may run on several devices.
 
     >>> makespan_of_copies([(1.0, 1), (2.0, 2)], 3, 4)
     6.0

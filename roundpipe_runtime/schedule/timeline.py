@@ -71,7 +71,7 @@ class Timeline:
         timeline.save("trace.json")      # for chrome://tracing or ui.perfetto.dev
 
     Attributes:
-        records: all records until now, in the order in which the work ended.
+        records: the records, in the order in which the recorded work ended.
         uploaded: bytes of parameters that were copied to devices.
         skipped: bytes of parameters that were not copied, because no layer read them, such as unused experts.
 
@@ -161,7 +161,7 @@ class Timeline:
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return the timeline in the format of ``chrome://tracing``: a row per device, times in microseconds.
 
-        The key ``otherData`` contains the bytes of copied parameters, and the time of day of the first record, which
+        The key ``otherData`` contains the bytes of copied parameters and the time of day of the first record. This time
         aligns timelines of several processes. ``otherData`` is missing unless ``with timeline:`` was used.
         """
         devices = sorted({record.device for record in self.records})
@@ -221,7 +221,7 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
-    """Return a timeline, and the time of day of its first record, or ``None`` if the file does not contain the time."""
+    """Read a timeline from a file, with the time of day of its first record if the file contains this time."""
     name = os.fspath(path)
     content = read_document(
         pathlib.Path(path), dict[str, Any], failure=TimelineFileError, remedy=_FIX, kind="timeline file"

@@ -128,7 +128,6 @@ def is_object_name(text: str) -> bool:
 
 
 def import_module(name: str) -> Any:
-    """Import a module, also from the current folder, as ``python -m`` does."""
     here = os.getcwd()
     sys.path.insert(0, here)
     what = f"the module {name} cannot be imported"

@@ -87,8 +87,9 @@ def export(
     """Export a Hugging Face model to a folder of files that generate text, and compare the files with the model.
 
     The files have the names and inputs that generation tools expect. The outputs of each file are compared with the
-    model's outputs, and 40 generated tokens with model.generate (8 tokens for 1 GB of weights or more; --proof changes
-    this). DIR is created only if all checks pass. Exit status: 0 all checks passed; 1 a file differs from the model.
+    model's outputs, and 40 tokens that the files generate are compared with those of model.generate. For models
+    with 1 GB of weights or more, 8 tokens are compared. --proof changes the number of checks. DIR is created only if
+    all checks pass. Exit status: 0 all checks passed; 1 a file differs from the model.
     """
     quantization = None
     if quantize is not None:

@@ -58,7 +58,7 @@ class Comparison(NamedTuple):
 
 
 def compare(expected: object, found: object, kind: Kind) -> Comparison:
-    """Compare two values (tensors, arrays, numbers or text) with the measure and the tolerance of ``kind``."""
+    """Compare two values (tensors, arrays, numbers or text). ``kind`` chooses the measure and the tolerance."""
     allowed = tolerance(kind, *([expected.dtype] if isinstance(expected, torch.Tensor) else []))
     if kind == "file" or not (isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor)):
         try:
@@ -98,7 +98,7 @@ def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def largest_difference(expected: object, found: object) -> float:
-    """Return the largest absolute difference of two leaves, of real and imaginary parts; infinite for one NaN."""
+    """Return the largest absolute difference between two values, or infinity if an element of only one value is NaN."""
     # expected: a leaf; a Python number may be compared with a 0-d tensor of any dtype
     if is_text(expected) or is_text(found):
         text, other_text = (getattr(value, "tolist", lambda value=value: value)() for value in (expected, found))
@@ -137,7 +137,7 @@ def shares_of_nan(expected: object, names: Sequence[str]) -> dict[str, float]:
 
 
 def share_of_nan(expected: object) -> float | None:
-    """Return the share of NaN elements, or 1.0 if all are NaN or infinite; ``None`` for text and empty leaves."""
+    """Return the share of NaN elements, or 1.0 if all are NaN or infinite; ``None`` for text and for empty tensors."""
     # comparisons do not detect NaN, which counts as equal to NaN
     if is_text(expected) or not is_data(expected):
         return None

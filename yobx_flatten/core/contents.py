@@ -120,7 +120,7 @@ class Layouts:
 
 
 def size_in_bytes(tensor: Any) -> int:
-    """Return number of elements times element size of a tensor or array, in bytes; 0 if the size is not known."""
+    """Return the size in bytes of all elements of a tensor or array; 0 if the size is not known."""
     try:
         if issubclass(type(tensor), torch.Tensor):
             with DisableTorchFunctionSubclass():  # a subclass may run its own code
@@ -160,7 +160,7 @@ REMEMBERING = type(functools.cache(len))
 
 
 def reader_of(kind: type) -> Reader | None:
-    """Return a function that fingerprints a tensor, array or random generator to detect writes, or ``None``."""
+    """Return a function that computes a fingerprint of a tensor, array or random generator; else return ``None``."""
     if issubclass(kind, torch.Tensor):
         return mark_of_tensor
     if issubclass(kind, torch.Generator):
@@ -190,7 +190,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 def mark_with_bits(tensor: torch.Tensor) -> object:
-    """Return a fingerprint of a tensor's version counter and bytes: torch does not always increment the counter."""
+    """Return a fingerprint of a tensor with a checksum of its bytes, because torch does not count every write."""
 
     def read() -> object:
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

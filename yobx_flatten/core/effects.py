@@ -37,9 +37,9 @@ _PLAIN_TYPES = frozenset((*contents.NUMBERS, torch.dtype, torch.device, torch.la
 
 
 class Effects(dict[str, Effect]):
-    """The changes that a call made to objects, by key path; empty (so false) if the call changed nothing.
+    """The changes that a call made to objects, by key path. The dict is empty if the call changed nothing.
 
-    ``objects`` maps each key path to the objects before and after the call; ``None`` stands for a missing object.
+    ``objects`` maps each key path to two objects: before and after the call. ``None`` stands for a missing object.
     """
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class Effects(dict[str, Effect]):
 
 
 class Snapshot:
-    """The state of objects before a call: identity, version and storage at each key path, without copies."""
+    """A record of objects before a call, to find and undo the changes that the call makes."""
 
     def __init__(self, holders: list[_Holder], contents: list[_Content]) -> None:
         self._holders, self._contents = holders, contents
 
     @classmethod
     def of(cls, **roots: object) -> Snapshot:
-        """Take a snapshot of objects, given by name; the key paths in :meth:`changes` begin with these names."""
+        """Take a snapshot of objects. The key paths in :meth:`changes` begin with the names of the arguments."""
         walk = _Walk()
         walk.enter(roots)
         return cls(walk.holders, walk.contents)
@@ -108,8 +108,8 @@ def undisturbed(
 ) -> Iterator[Snapshot]:
     """Undo all changes that a ``with`` block makes to the given objects (``roots``), also after an exception.
 
-    Objects, values, tensor versions, and the random generators of torch, NumPy and Python are restored. A result of the
-    block that shares memory with a given object is overwritten after the block: copy the result inside the block.
+    The random generators of torch, NumPy and Python are also restored. A result of the block that shares memory with a
+    given object is overwritten after the block: copy the result inside the block.
     """
     # seed: seed of random numbers in the block; by default the generators continue
     # parameters: the parameters that the call writes; none by default. Other parameters are large and rarely written:
@@ -273,7 +273,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 class _Way:
-    """Reads and restores the contents of an object in a snapshot, and formats its keys; this class is for dicts."""
+    """Reads and restores the items of a dict, and formats the keys. Subclasses do the same for other containers."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return dict.copy(owner)
@@ -427,7 +427,7 @@ _BUILT_IN: dict[type, _Way] = {
 
 
 class _Holder(NamedTuple):
-    """An object that contains other objects, and the contained objects at the time of the snapshot."""
+    """An object, and the objects that it contained at the time of the snapshot."""
 
     path: str
     owner: Any

@@ -93,7 +93,7 @@ def register_pytree_node(
         cls: the class; subclasses need their own registration.
         flatten: a function ``obj -> (children, static)``.
         unflatten: a function ``(static, children) -> obj`` (torch: ``(children, static)``); ``children`` is a tuple.
-        flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch; if it is
+        flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch. With
             ``None``, the keys are numbers.
         backends: library names, such as ``"torch"`` or ``["optree", "jax"]``; ``"all"`` for all installed libraries.
 
@@ -136,7 +136,7 @@ def register_pytree_with_keys(
         cls: the class; subclasses need their own registration.
         flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch.
         unflatten: a function ``(static, children) -> obj`` whose ``children`` is a tuple.
-        flatten: a function ``obj -> (children, static)``, faster for calls that need no keys. If ``flatten`` is
+        flatten: a faster function ``obj -> (children, static)`` for calls that need no keys. If ``flatten`` is
             ``None``, ``flatten_with_keys`` is called and its keys are dropped.
         backends: see :func:`register_pytree_node`.
 

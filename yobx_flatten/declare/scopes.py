@@ -53,8 +53,8 @@ def register_class_flattening(
         f_flatten: a function ``obj -> (children, static)``: the list of an object's tensors and containers, and its
             other data. A tuple of all functions, from :func:`~yobx_flatten.functions_from_fields`, is also accepted.
         f_unflatten: a function ``(children, static) -> obj``.
-        f_flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``;
-            if it is ``None``, the keys are numbers.
+        f_flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``.
+            With ``None``, the keys are numbers.
         f_check: a function that makes an instance; if the instance differs after flatten and unflatten, the class is
             not registered.
         verbose: 1 or more logs each registration (logger ``yobx_flatten``); 0 by default.

@@ -101,10 +101,10 @@ def check_inputs(
             ``dynamic_shapes=None``, the default, makes every size static.
 
     Returns:
-        The errors, followed by the warnings. Errors: an argument that ``forward`` does not accept, an object that
-        contains itself, an object of an unregistered class, wrong ``dynamic_shapes``, offloaded weights, one
-        tensor passed twice. Warnings: an argument that ``forward`` never reads, a slice of a tensor,
-        tensors that share memory, an input on another device, dynamic axes of size 0 or 1 or of equal sizes.
+        The errors, followed by the warnings. These are errors: an argument that ``forward`` does not accept, an object
+        that contains itself, an object of an unregistered class, wrong ``dynamic_shapes``, offloaded weights, and a
+        tensor passed twice. These are warnings: an argument that ``forward`` never reads, a slice of a tensor, tensors
+        that share memory, an input on another device than the weights, dynamic axes of size 0 or 1 or of equal sizes.
 
     >>> class Adds(torch.nn.Module):
     ...     def forward(self, x, y):
@@ -293,11 +293,12 @@ def check_recipe(cls: type, sample: object) -> None:
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class.
         NotRegisteredError: when torch does not know the class.
-        InvalidArgumentError: when ``sample`` is not an instance of exactly this class.
-        RoundTripError: when a check fails. Unflattening must accept placeholders, make no tensors, and return the same
-            children, not copies, and an equal static part. The static part must be hashable and contain no tensors.
-            Flattening with and without keys must agree. The spec must be serializable. If torch's C++ pytree is in use,
-            its results must equal those of the Python pytree.
+        InvalidArgumentError: when ``sample`` is not an instance of ``cls``, or is an instance of a subclass of ``cls``.
+        RoundTripError: when a check fails. Unflattening must accept placeholders, and must not create tensors. It must
+            return an object with the same children (not copies), an equal static part and equal attributes. The static
+            part must be hashable and must not contain tensors. Flattening with keys must return the same children and
+            static part as flattening without keys. The spec must be serializable. torch's C++ pytree, if it is in use,
+            must return the same leaves as the Python pytree.
 
     >>> import collections
     >>> check_recipe(collections.OrderedDict, collections.OrderedDict(a=1, b=[2, 3]))

@@ -51,8 +51,8 @@ def compare_specs(
         first: a ``TreeSpec`` of ``torch.utils._pytree``, an ``ExportedProgram`` (its inputs are compared), or any other
             object. To compare the inputs of a call with a program, pass the tuple ``(args, kwargs)``.
         second: the structure to compare with: a ``TreeSpec``, an ``ExportedProgram`` or any other object.
-        name: the start of the paths, ``"tree"`` by default; in the structure of a call, paths start with ``args`` or
-            ``kwargs``.
+        name: the name with which the paths begin, ``"tree"`` by default. Paths in the inputs of a call or a program
+            begin with ``args`` or ``kwargs`` instead.
         names: the names of the two structures in the printed text; ``("first", "second")`` by default.
 
     Returns:
@@ -253,7 +253,7 @@ class Report(abc.ABC):
 
     @abc.abstractmethod
     def nan_shares(self) -> Iterable[Mapping[str, float]]:
-        """Return, for every test case, the share of NaN in each output: see :func:`~.compare.shares_of_nan`."""
+        """Return for each test case which share of each output is NaN, see :func:`~.compare.shares_of_nan`."""
 
     @abc.abstractmethod
     def __str__(self) -> str:

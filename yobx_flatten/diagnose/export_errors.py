@@ -1,7 +1,7 @@
 """Explain error messages of ``torch.export``: cause, place, and line of code to change (:func:`explain_error`).
 
-A table maps regular expressions for torch's messages to explanations. torch words some messages differently with
-``strict=True`` and in newer versions, so an expression contains only words that all variants of a message have.
+A table maps regular expressions for torch's messages to explanations. Some messages are different with ``strict=True``
+or in newer versions of torch. A regular expression contains only words that all variants of a message have.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def explain_error(
 
     Args:
         error: the exception that was raised, or its text from a log.
-        module: the module that was exported, or the program that was called; its parameters give the inputs their
-            names. If an output has an unregistered class, the module is called to find the output.
+        module: the module that was exported, or the program that was called. Inputs of a module are named like the
+            parameters of ``forward``. If an output has an unregistered class, the module is called to find the output.
         args: positional arguments of the export or the call; none by default.
         kwargs: keyword arguments of the export or the call; none by default.
         dynamic_shapes: as passed to ``torch.export.export``.

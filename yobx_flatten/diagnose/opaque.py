@@ -42,8 +42,8 @@ class Unregistered:
     Attributes:
         path: key path of the object, as a Python expression.
         cls: class of the object.
-        tensors: number of tensors (and arrays of NumPy and JAX) in the object. A tensor that occurs several times
-            counts once if the object is a leaf, and each time if the object is inside a leaf.
+        tensors: number of tensors (and arrays of NumPy and JAX) in the object. If the object is a leaf, a tensor that
+            occurs several times counts once. If the object is inside a leaf, each occurrence of a tensor counts.
         nbytes: total size of the tensors in bytes.
         remedy: line of code that makes torch flatten the object.
         advice: a sentence that introduces ``remedy``, such as ``"Register it first"``.
@@ -80,8 +80,8 @@ def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]
         name: the variable name of ``tree`` in your code, with which the paths begin; ``"tree"`` by default.
 
     Returns:
-        One :class:`Unregistered` for each leaf that contains tensors but is not a tensor, and for each object inside
-        such a leaf whose class must also be registered.
+        One :class:`Unregistered` for each leaf that contains tensors but is not a tensor. If classes of objects inside
+        such a leaf must also be registered, one :class:`Unregistered` for each of these objects.
 
     >>> import torch
     >>> class Memory:
@@ -261,10 +261,10 @@ def _block(cls: type) -> str | None:
 
 
 def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:
-    """Return whether a value contains a tensor, or may contain one in another call (``None``, an empty container)."""
+    """Return whether a value contains a tensor, or may contain a tensor in another call."""
     # tensors that the value reaches only through its owner do not count
     if value is None or (type(value) in (list, tuple, dict) and not value):
-        return True
+        return True  # in another call, the value may contain a tensor
     seen, left = {id(value), id(owner)}, [] if value is owner else [value]
     while left:
         layout = layouts(type(left[-1]))
@@ -279,8 +279,7 @@ def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:
 
 
 def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError | None:
-    """Return an error with the path of the object that torch refuses, and the line that registers its class."""
-    # refusal: the message of `torch.export`, which names the class only
+    """Return an error with the path of the first leaf whose class torch's error message ``refusal`` contains."""
     layouts = Layouts()
     for name, value in inputs.items():
         for path, leaf in torch_leaves(value, name):
@@ -302,8 +301,8 @@ class DrawingRow:
         depth: nesting depth of the line; 0 for the line of the drawn object.
         label: the last key of the path, as Python: ``['a']``, ``[0] … [31]``, ``.hidden``.
         text: description of the object.
-        kind: one of ``"node"`` (is flattened), ``"tensor"``, ``"value"`` (any other leaf) and ``"opaque"`` (a leaf that
-            holds tensors).
+        kind: ``"tensor"``, ``"node"`` (an object that torch flattens), ``"opaque"`` (an object that contains tensors,
+            and that torch does not flatten) or ``"value"`` (anything else).
         branch: the characters that draw the tree before the label, such as ``├─``.
     """
 
@@ -345,10 +344,10 @@ class Drawing:
 
 
 def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
-    """Draw an object as torch flattens it: nodes, leaves with their types and shapes, static parts.
+    """Draw the tree into which torch flattens an object: nodes with static values, and leaves with types and shapes.
 
-    An object that contains tensors but is not flattened is marked, and the code that registers its class follows the
-    tree. Three or more equal siblings are drawn as one line, also if they alternate (``key_0, value_0, ...``).
+    The drawing marks objects that contain tensors but are not flattened. The code that registers their classes follows
+    the tree. Three or more equal siblings are drawn as one line, also if they alternate (``key_0, value_0, ...``).
 
     Args:
         tree: any object.

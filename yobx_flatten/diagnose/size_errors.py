@@ -109,7 +109,7 @@ def _misfit(failure: Failure, found: re.Match[str]) -> Explanation | None:
 
 
 def fixed(pattern: str, text: str, line: str, *paths: str) -> Row:
-    """Return a row that explains errors whose message matches ``pattern``; ``{0}`` in a text is its first group."""
+    """Return a table entry that explains errors whose message matches the regular expression ``pattern``."""
 
     def explain(failure: Failure, found: re.Match[str]) -> Explanation:
         shown, remedy, *places = (part.format(*found.groups()) for part in (text, line, *paths))
@@ -151,7 +151,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 def place_of(error: BaseException) -> str:
-    """Return the last line of a model's code in a traceback, such as ``" in forward, model.py:12: x"``; else ``""``."""
+    """Return the last line of the model's code in a traceback, such as ``" in forward, model.py:12: x"``."""
     rows = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     inside = [number for number, (code, _) in enumerate(rows) if code.co_filename.startswith((TORCH, _OURS))]
     # the frames above torch's first frame belong to the code that called the export

@@ -59,7 +59,7 @@ def possible_cause() -> str:
 
 
 class VersionDependentError(Exception):
-    """An error that a newer version of a library may cause: its text ends with :func:`possible_cause`."""
+    """An error that a newer version of a library may cause; its text ends with the text of :func:`possible_cause`."""
 
     def __str__(self) -> str:
         text, line = super().__str__(), possible_cause()

@@ -148,7 +148,7 @@ def say(level: int, message: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def without_records(unwanted: Mapping[str, str]) -> Iterator[None]:
-    """In a ``with`` block, hide log records that start with an unwanted prefix; ``unwanted`` maps logger to prefix."""
+    """In a ``with`` block, hide log records whose message starts with the prefix in ``unwanted`` for their logger."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(unwanted[record.name])

@@ -67,7 +67,8 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
 
     Args:
         module, args, kwargs: the module in the mode (``eval()``) to export, and example arguments for ``forward``.
-        path, keep_failed: the ONNX file to write if its outputs are right; a folder for a file with wrong outputs.
+        path: the ONNX file to write. The file is created only if its outputs are right.
+        keep_failed: folder to which a file with wrong outputs is moved; ``None``, the default, deletes such a file.
         dynamic_shapes, cases, steps, tolerance, proof, loop: same as in :func:`export_program`.
         opset_version: ONNX opset of the file; ``None``, the default, chooses the newest opset with right outputs.
         counter_input: whether the file of a model with only sliding-window layers has an input for the number of cached
@@ -83,7 +84,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     Raises:
         InvalidArgumentError, NotRegisteredError, DynamicShapesError: when an argument is invalid.
         MissingDependencyError, NoRoomError: when a library, disk space or memory is missing; raised before the trace.
-        ReplayError: when a call fails, or outputs differ too much: by more than ``tolerance``, or due to quantization.
+        ReplayError: when a call fails, outputs differ by more than ``tolerance``, or quantization is too inaccurate.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -144,20 +145,22 @@ def export_program(
         kwargs: example keyword arguments, including caches; none by default. For a Hugging Face model, axes of size 0
             or 1, which ``torch.export`` would fix, are enlarged, and the report lists these axes.
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` chooses dynamic axes; ``None`` keeps all sizes fixed.
-        bounds: largest input sizes, such as ``{"batch": 4, "length": 512}``: the batch size, and the number of tokens
-            in the cache; ``"new"`` limits the tokens of one call. The program refuses inputs above the bounds.
-            ``to_executorch`` requires bounds.
+        bounds: a dict of the largest input sizes, such as ``{"batch": 4, "length": 512}``. ``"batch"`` limits the batch
+            size, ``"length"`` the number of tokens in the cache, and ``"new"`` the number of tokens in one call. The
+            program refuses inputs above the bounds. ``to_executorch`` needs bounds, or ``max=`` in ``dynamic_shapes``.
         strict: as for ``torch.export.export``; ``False`` by default.
-        cases: additional test inputs. By default, a transformers model gets inputs with padding and with lengths around
-            its sliding window; any other module gets inputs of other sizes and values that the module accepts.
+        cases: additional test inputs. By default, a Hugging Face model gets inputs with padding, and with fewer and
+            more tokens than its sliding window. Any other module gets inputs with other sizes and values than the
+            example, as far as the module accepts them.
         steps: number of calls per test case, 3 by default; each call gets the cache that the previous call returned.
-        tolerance: largest absolute difference to the module's outputs. The default tolerance is 1e-4; for weights in
-            half precision, five times the rounding error of the module, measured on the same test case.
+        tolerance: largest absolute difference to the module's outputs; 1e-4 by default. For weights in half precision,
+            the default is five times the rounding error of the module, which is measured on the same test case.
         proof: which outputs are compared with the module's outputs. ``proof="full"`` compares the outputs of program
             and file on all test cases. ``proof="standard"`` compares only the outputs of the file, or of the program if
-            no file is written. ``proof="sample"`` compares only two calls of the example and of the largest test case.
-            ``proof="none"`` compares nothing, as the report states. ``proof="auto"``, the default, compares as with
-            ``"full"`` for weights of less than 100 MB, ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
+            no file is written. ``proof="sample"`` compares the same outputs as ``"standard"``, but only for two calls
+            of the example and two calls of the largest test case. ``proof="none"`` compares no outputs, and writes a
+            warning into the report. ``proof="auto"``, the default, means ``"full"`` if the weights have less than 100
+            MB, ``"standard"`` if they have less than 1 GB, and ``"sample"`` for larger weights.
         loop: whether each call gets the cache of the previous call; ``True`` by default. With ``loop=True``, the
             program also returns the arguments that ``forward`` changes but does not return, such as an extended cache.
             Like ``forward``, the exported model changes its caller's arguments. Pass ``loop=False`` for a module that
@@ -209,15 +212,16 @@ def prove_program(
 ) -> ExportedModel:
     """Compare a ``torch.export`` program with its module on test inputs, and return the program with a report.
 
-    ``torch.export.export`` or ``transformers.exporters`` (attribute ``.program`` of the result) must create the program
-    inside ``register_flattening_functions``, in which this package flattens all caches.
+    Create the program with ``torch.export.export`` or ``transformers.exporters`` inside a ``with`` block of
+    ``register_flattening_functions``, in which this package flattens all caches. The result of
+    ``transformers.exporters`` contains the program as its attribute ``.program``.
 
     Args:
         program: result of ``torch.export.export``, whose example inputs are the first test case. Buffers that the
             program writes to are replaced in the program by copies, so that the buffers of the module do not change.
         module: the module that the program was exported from, in the same mode (``eval()``).
-        cases: additional test inputs. By default, a transformers model gets the cases of
-            :func:`~yobx_flatten.export_program` with sizes that the program accepts; the report names the other cases.
+        cases: additional test inputs. By default, a Hugging Face model gets the test cases of
+            :func:`~yobx_flatten.export_program` whose sizes the program accepts. The report lists the cases left out.
         steps: number of calls per test case, 3 by default; each call gets the cache that the previous call returned. A
             program with fixed sizes is called once per test case.
         tolerance: see :func:`~yobx_flatten.export_program`.

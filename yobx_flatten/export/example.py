@@ -89,7 +89,7 @@ class Bounds:
     def on(
         self, obj: PyTree, shapes: DynamicShapes, path: tuple[str, ...] = (), axes: Mapping[int, str] | None = None
     ) -> DynamicShapes:
-        """Return the dynamic shapes with the bounds of this object as the ``max`` of each ``Dim``."""
+        """Return the dynamic shapes, in which each ``Dim`` has the bound of its axis as ``max``."""
         # path, axes: the place of `obj` in the inputs, and the meanings of its axes, if they are known
         node = None if shapes is None else node_of(obj)
         if node is not None:
@@ -116,7 +116,7 @@ class Bounds:
         return entries
 
     def check_program(self, example: Example, program: ExportedProgram) -> None:
-        """Raise an error if a dynamic axis of the program is larger in the example inputs than its bound."""
+        """Raise an error if the example inputs exceed the bound of a dynamic axis of the program."""
         values = dict(zip(example.names, traced_inputs(program), strict=True))
         for name, leaf, axis, dim in example.axes():
             most, meaning = self._most((name.split(".")[0],), None, axis)
@@ -286,7 +286,7 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def sizes_of(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache_is: str
 ) -> tuple[str, list[str]]:
-    """Return why test inputs cannot be resized (``""`` if they can), and warnings about missing ``token_type_ids``."""
+    """Return the reason why test inputs cannot be resized (``""`` if they can), and warnings for the report."""
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
     from ..huggingface.cases import ambiguous_without, why_not_resizable
@@ -297,7 +297,7 @@ def sizes_of(
 
 
 def _replaced(example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str]) -> Example:
-    """Return the example with axes of size 0 or 1 enlarged, or with the reason why the model refuses larger axes."""
+    """Return the example with larger sizes for the axes of size 0 or 1, if the model accepts the larger sizes."""
     from ..huggingface.cases import DecodeSizes
 
     module = example.module
@@ -321,7 +321,7 @@ def _replaced(example: Example, shapes: DynamicShapes, assumptions: tuple[Any, .
 
 
 def _with_shapes(example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...]) -> Example:
-    """Return an example with ``shapes`` as torch expects, ``axis_names`` and ``relations``, as the caller stated."""
+    """Return the example with its dynamic shapes, the names of its axes and the relations between its sizes."""
     if shapes is None:
         return example
     module, inputs = example.module, example.inputs

@@ -35,10 +35,8 @@ def _about_kinds(example: Example | None, given: Mapping[str, Any]) -> InvalidAr
     held = {} if example is None else example.inputs
     for name in {**held, **given} if held else ():
         if name not in given or name not in held:
-            what = "is missing" if name in held else "is no input of the program"
-            return InvalidArgumentError(
-                f"{name} {what}. Call the program with the example's arguments: {', '.join(held)}."
-            )
+            what = "is missing" if name in held else "is not an input of the program"
+            return InvalidArgumentError(f"{name} {what}. Pass the same arguments as in the example: {', '.join(held)}.")
         if _kinds(given[name]) != _kinds(held[name]):
             wanted = string_type(held[name], with_shape=True)
             found = f"expected {wanted} as in the example, found {describe_class(given[name])}"
@@ -224,8 +222,9 @@ class ExportedModel:
         Args:
             path: the file to write, with the suffix ``.pte``. The file is created only if its outputs are right.
             backend: ``"xnnpack"`` for XNNPACK's kernels for all operators that XNNPACK has; ``"portable"`` for
-                ExecuTorch's slower kernels. ``"auto"``, the default, is ``"xnnpack"`` if its outputs are right, else
-                ``"portable"``: XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
+                ExecuTorch's slower kernels. ``"auto"``, the default, tries ``"xnnpack"``, and uses ``"portable"`` if
+                ``"xnnpack"`` fails or gives wrong outputs. XNNPACK approximates GELU, which causes an error of 1e-3 in
+                a small Gemma 3 model.
             quantize: ``"int8"`` or ``"int4"`` to store the weights of linear layers in 8 or 4 bits with torchao. Only
                 XNNPACK has kernels for quantized weights; these kernels round activations to 8 bits. The quantization
                 error is measured as by :func:`export_onnx`. ``quantize=None``, the default, keeps float weights.

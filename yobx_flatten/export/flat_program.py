@@ -142,7 +142,7 @@ _SAME_AXES = ("to", "pad", "alias", "detach", "contiguous", "clone")
 
 
 def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[str, int], Size]:
-    """Return the ``n`` of each ``arange(n)`` with which the program indexes an input axis, by input name and axis."""
+    """For each input axis that the program indexes with ``arange(n)``, return ``n``, by input name and axis."""
     # A mask is indexed with the row numbers of the tokens. With too few rows torch fails, but OpenVINO returns values.
     found: dict[tuple[str, int], Size] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
@@ -166,7 +166,7 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
 
 
 def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """Yield the nodes whose values an fx node copies, concatenates or casts, without changes of the axes."""
+    """Follow an fx node back through copies, casts and concatenations, and yield the nodes at their start."""
     name = _name(node)
     if name != "cat" and name not in _SAME_AXES:
         yield node
@@ -278,7 +278,7 @@ def _converted(
     table: Mapping[Any, Callable[..., Any]],
     is_kept: Callable[[Any], bool],
 ) -> Any:
-    """Copy or decompose an fx node into the new graph; return ``None`` if the node cannot be decomposed alone."""
+    """Copy an fx node into the new graph, or decompose it; return ``None`` if the node cannot be decomposed."""
     target = node.target
     if target in _CASTS:
         given, found = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr] # the tensor, a node

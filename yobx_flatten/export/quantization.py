@@ -59,24 +59,27 @@ class Quantization:
     Attributes:
         weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are already integers
             times scales, as in a GGUF file, are not rounded again if the integers fit into the bits of ``weights``.
-            ``"keep"`` stores weights as integers only if they are already integers times scales.
+            ``"keep"`` stores weights as integers if they are already integers times scales, and leaves all other
+            weights unchanged.
         block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. With
-            larger blocks the file is smaller and faster, and differs more from the model. ExecuTorch has no blocks of
-            16; OpenVINO and ExecuTorch store int8 with one scale for each output.
+            larger blocks the file is smaller and faster, and differs more from the model. ExecuTorch does not support
+            blocks of 16 weights. OpenVINO and ExecuTorch store int8 weights with one scale for each output of a matrix.
         perplexity_ratio: largest ratio of the file's perplexity to the model's perplexity; ``None``, the default, for
             1.01 with int8 and 1.1 with int4.
         tokens: text on which to measure perplexity: token ids, int64 of shape (texts, length), without padding.
             ``tokens=None``, the default, estimates perplexity for text that the model would generate.
-        calibration: a text, int64 of shape (texts, length), without padding, for rounding with error feedback (GPTQ):
-            each weight compensates rounding errors of earlier weights, by the correlation of their inputs in the text.
-            ``calibration=None``, the default, uses ``tokens``; without any text, weights are rounded to nearest.
+        calibration: token ids of a text, int64 of shape (texts, length), without padding. The text is used to round
+            with error feedback (GPTQ): each weight compensates the rounding errors of earlier weights. How much it
+            compensates depends on how the inputs of the weights correlate in the text. ``calibration=None``, the
+            default, uses ``tokens``; without any text, weights are rounded to nearest.
         activations: precision of the activations that are multiplied with quantized weights. ``activations="int8"``
-            quantizes blocks of activations. ``"split"`` quantizes small activations, and multiplies large activations
-            separately, in float or in 8 bits. ``"float"`` does not quantize activations, and needs up to twice the time
-            per token. ``"token"``, the fastest for encoders, has one scale for each token and one for each output of a
-            matrix, and requires ``weights="int8"`` and a float32 module. ``activations="auto"``, the default, tries
-            ``"token"`` (for an encoder with a ``calibration`` text), ``"int8"``, ``"split"`` and ``"float"``, in this
-            order, and chooses the first precision that is accurate enough.
+            rounds activations to 8 bits; the activations of a block share a scale. ``"split"`` quantizes small
+            activations, and multiplies large activations separately, in float or in 8 bits. ``"float"`` does not
+            quantize activations, and needs up to twice the time per token. ``"token"`` is the fastest for encoders. It
+            uses one scale for the activations of each token, and one scale for each output of a weight matrix. It
+            requires ``weights="int8"``. ``"split"`` and ``"token"`` require a float32 module. ``activations="auto"``,
+            the default, tries ``"token"``, ``"int8"``, ``"split"`` and ``"float"`` in this order, and chooses the first
+            that is accurate enough. It tries ``"token"`` only for an encoder with a ``calibration`` text.
 
     Raises:
         InvalidArgumentError: when the value of an argument is not allowed.
@@ -135,7 +138,7 @@ class Quantization:
         return is_open and self.tokens is None and self.calibration is not None
 
     def block_for(self, bits: int, rows: int) -> int:
-        """Return how many weights of a matrix with ``bits`` bits share a scale.
+        """Return the number of weights that share one scale.
 
         Args:
             bits: bits per weight of the matrix, 4 or 8.
@@ -263,7 +266,7 @@ logger = logging.getLogger("yobx_flatten")
 def measure(
     runner: Runner, quantization: Quantization, source: Source, *, block_size: int, known: list[Texts] | None = None
 ) -> Quality:
-    """Compare a quantized file with the module, inside ``register_flattening_functions``; return the quality."""
+    """Compare the outputs of a quantized file and its module, inside a ``register_flattening_functions`` block."""
     # known: losses and logits of the model on the text; the first call fills the list, so that later calls reuse it
     example, written, distance = source.example, source.traced.written, Distance()
     side = ByName(runner, example.names)
@@ -302,7 +305,7 @@ def read_by_model(
 def from_the_start(
     feeds: Mapping[str, torch.Tensor], slots: Sequence[CacheSlot], tokens: torch.Tensor
 ) -> dict[str, torch.Tensor] | None:
-    """Return inputs of a call with all tokens and an empty KV cache; ``None`` if the file has inputs of other kinds."""
+    """Return the inputs of one call that reads a whole text; ``None`` if the file's inputs do not allow it."""
     # feeds: inputs by name, with the first token in the cache
     if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
         return dict(feeds)
@@ -349,7 +352,7 @@ def reads_once(kwargs: Mapping[str, Any]) -> bool:
 def rounding_calls(
     example: Example, quantization: Quantization, at_most: tuple[int | None, int | None] = (None, None)
 ) -> tuple[Sequence[Case], torch.Tensor] | None:
-    """Return test cases that read a calibration text, and its tokens (texts, length); ``None`` without a text."""
+    """Return test cases that read the calibration text, and the tokens of this text; ``None`` without a text."""
     # at_most: the largest number of texts, and of tokens of each text; `None` for all
     tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
     if tokens is None:
@@ -407,7 +410,7 @@ class Role:
 
 
 def find_bits(roles: Mapping[str, Role], width: int, measured: Callable[[Bits], Quality]) -> tuple[Bits, Quality]:
-    """Give weight matrices more bits until the perplexity ratio is allowed; return the bits and the quality."""
+    """Give weight matrices more bits until the perplexity of the file is close enough to that of the model."""
     # width: the bits of all matrices at the start
     bits: Bits = first_bits(roles, width)
     quality = measured(bits)
@@ -433,10 +436,10 @@ def find_bits(roles: Mapping[str, Role], width: int, measured: Callable[[Bits], 
 
 
 def first_bits(roles: Mapping[str, Role], bits: int) -> dict[str, int]:
-    """Return the bits to try first by role; the LM head gets more bits if all weights are then stored exactly."""
+    """Return the number of bits that each role of matrices gets at first, by the name of the role."""
     found = dict.fromkeys(roles, bits)
     wide = found | _wide_heads(roles, bits)
-    return wide if are_exact(wide, roles) else found
+    return wide if are_exact(wide, roles) else found  # the LM head gets more bits if no weight is then rounded
 
 
 def are_exact(bits: Bits, roles: Mapping[str, Role]) -> bool:
@@ -450,14 +453,13 @@ def _wide_heads(roles: Mapping[str, Role], bits: int) -> dict[str, int]:
 
 
 def _is_enough(quality: Quality, width: int) -> bool:
-    """Return whether the perplexity ratio is allowed; for 4 bits, the divergence on the text must also be small."""
     return quality.is_close if width == 4 else quality.ok
 
 
 def _in_order(
     roles: Mapping[str, Role], bits: Bits, wider: int, before: float, measured: Callable[[Bits], Quality]
 ) -> Iterator[str]:
-    """Yield groups of matrices that may get more bits: the LM head, then the group that gains most per weight."""
+    """Yield the names of roles whose matrices may get more bits: first the LM head, then by the gain per weight."""
     lossy = [role for role in roles.values() if role.exact > bits[role.name]]
     rest = [role for role in lossy if not role.is_last]
     yield from (role.name for role in lossy if role.is_last)

@@ -1,4 +1,4 @@
-"""Assert the relations between sizes from ``dynamic_shapes`` in the trace, so that programs and files check them."""
+"""Make traced programs and exported files check the relations between input sizes in ``dynamic_shapes``."""
 
 # ShapesSpec({"x": TensorSpec([B, STATIC]), "y": TensorSpec([B * 2, STATIC])}, assumptions=[B % 2 == 0])
 #
@@ -34,7 +34,7 @@ Relation = tuple[Expression, Mapping[str, Place]]
 
 
 def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple[str, int], str]:
-    """Return the names of dynamic axes; different size variables with the same name get different names."""
+    """Return the name of each dynamic axis, by the name of the input and the axis."""
     # rows: the name, the value and the entry of each leaf of the inputs
     found: dict[tuple[str, int], str] = {}
     sizes: dict[str, tuple[str, int]] = {}
@@ -69,7 +69,7 @@ def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple
 
 
 def relations_of(leaves: Sequence[str], stated: Stated) -> tuple[Relation, ...]:
-    """Return relations between sizes in ``dynamic_shapes``: equal sizes, ranges of number inputs, assumptions."""
+    """Return the relations between sizes that ``dynamic_shapes`` contains, such as equal sizes."""
     places: dict[str, Place] = {}
     found: list[Expression] = []
     # the name of a variable means the size of its first axis; the sizes of all other axes are compared with this size
@@ -109,7 +109,7 @@ def traceable_forward(
     relations: Sequence[Relation],
     swallowed: Sequence[str],
 ) -> Iterator[None]:
-    """Make ``forward`` assert relations of sizes, and name arguments of its ``**kwargs``, in a ``with`` block."""
+    """Replace ``forward``, in a ``with`` block, by a function that asserts the relations between input sizes."""
     # swallowed: names of arguments in `**kwargs`, which get parameters. `torch.export` takes dynamic shapes by the
     # parameters of `forward`, and accepts none for arguments in `**kwargs`, where Hugging Face models take half of
     # their arguments (https://github.com/pytorch/pytorch/issues/150371).
@@ -181,12 +181,11 @@ def relations_in_program(program: ExportedProgram, sizes: Collection[str]) -> tu
 
 
 def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
-    """Split an expression into conditions that must all hold; ``a or b`` is ``violation(a) * violation(b) == 0``."""
     kind = type(expression).__name__
     if kind == "And":
         for part in expression.args:
             yield from _one_by_one(part)
-    elif kind == "Or":
+    elif kind == "Or":  # at least one condition holds, so the product of their violations is 0
         yield sympy.Eq(sympy.Mul(*map(_violation, expression.args), evaluate=False), 0, evaluate=False)
     else:
         yield expression
@@ -210,7 +209,7 @@ def _violation(expression: sympy.Basic) -> sympy.Expr:
 
 
 def unasserted_sizes(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:
-    """Return the input sizes that the trace fixed although the program contains no assertion of the sizes."""
+    """Return the input sizes that must be the same as in the example, although the program does not check them."""
     # torch cannot write a comparison with a rounded number into a graph, and silently leaves the comparison out: for
     # `int(x.shape[1] * 0.5)` the program has the value of its example, but accepts all other sizes
     environment, sizes = environment_of(program), sizes_by_input(program, names)
@@ -225,14 +224,14 @@ def unasserted_sizes(program: ExportedProgram, names: Sequence[str]) -> dict[tup
 
 
 def _is_of_sizes(expression: sympy.Basic) -> bool:
-    """Return whether all comparisons in an expression with *or*, *and* or *not* compare only sizes."""
+    """Return whether all comparisons in a condition compare only sizes."""
     if type(expression).__name__ in ("Or", "And", "Not"):
         return all(map(_is_of_sizes, expression.args))
     return as_expression(expression) is not None
 
 
 def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
-    """Return whether a comparison that holds for the example does not hold for some other sizes."""
+    """Return whether some sizes violate a comparison that the sizes of the example satisfy."""
     kind = type(expression).__name__
     if kind == "Unequality":  # torch only excludes sizes of 1, which the program handles correctly
         return False

@@ -71,7 +71,7 @@ class Traced:
 
     @property
     def presents(self) -> dict[str, str]:
-        """Names of outputs that become cache inputs of the next call, by name of the cache input."""
+        """For each cache input, by name: the name of the output that the next call gets as this input."""
         pairs = {name: present_of(name) for name in self.input_names}
         return {name: present for name, present in pairs.items() if present in self.output_names}
 
@@ -170,7 +170,7 @@ def _traced(example: Example, strict: bool, suffix: str = "") -> tuple[ExportedP
 
 
 def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
-    """Name inputs and outputs of a program, and copy buffers and parameters that the program writes to."""
+    """Return a traced program with the names of its inputs and outputs."""
     module, signature = example.module, program.graph_signature
     # paths become relative to their package: a published file must not show the folders of its author
     for part in program.graph_module.modules():
@@ -242,15 +242,13 @@ def calm() -> Iterator[None]:
 
 
 class _WithoutGraphs(io.TextIOBase):
-    """An output stream that drops the graph of a failed trace, which torch would print."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._dropped = stream, False
 
     def write(self, text: str) -> int:
         # `print` writes the end of the line in a separate call
         is_end = self._dropped and text == "\n"
-        self._dropped = text.lstrip().startswith(("def forward(self", "class GraphModule("))
+        self._dropped = text.lstrip().startswith(("def forward(self", "class GraphModule("))  # a failed trace
         return len(text) if self._dropped or is_end else self._stream.write(text)
 
     def flush(self) -> None:
@@ -259,7 +257,7 @@ class _WithoutGraphs(io.TextIOBase):
 
 
 def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
-    """Load into a program the weights that the module loads only when a layer is called (offloaded weights)."""
+    """Load the module's offloaded weights into a program."""
     read: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
     for name in program.state_dict.keys() & readers.keys():
         tensor = readers[name]()
@@ -297,7 +295,7 @@ def _explain(example: Example, error: BaseException) -> errors.FlattenError | No
 
 
 def _in_graph(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of inputs (or outputs) that are in the graph, and the values of constant inputs by name."""
+    """Return the names of the inputs (or outputs) that are not constants, and the values of the constants by name."""
     if len(names) != len(arguments):
         raise errors.FlattenError(
             f"The program has {len(arguments)} inputs or outputs, but {len(names)} names: {names}. Export it again."
@@ -333,7 +331,6 @@ def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
 
 
 def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device | None) -> torch.Tensor | None:
-    """Return the tensor that replaces a weight in the trace; ``None`` if the trace can use the weight."""
     # device: the device of the inputs; `None` if the inputs are on `meta`
     learns, kind = tensor.requires_grad, type(tensor)
     # a torchao tensor of integers can be dequantized unless activations are quantized too
@@ -353,7 +350,6 @@ def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device |
 
 @functools.lru_cache(maxsize=4096)
 def _relative(name: str) -> str:
-    """Return the path of a source file relative to the folder that contains the file's package."""
     path = pathlib.Path(name)
     root = path.parent
     while (root / "__init__.py").is_file() and root.parent != root:
@@ -388,7 +384,7 @@ class _Int(builtins.int, metaclass=_OfSizes):
 
 @contextlib.contextmanager
 def kept_sizes(module: torch.nn.Module) -> Iterator[None]:
-    """Make ``int(size)`` in the module's code keep dynamic sizes dynamic in a trace inside the ``with`` block."""
+    """In a ``with`` block, make ``int(size)`` in the module's code return dynamic sizes unchanged."""
     # Python's `int` would return the size of the example, so the Python modules of the classes get their own `int`
     with contextlib.ExitStack() as stack:
         for name in sorted({type(owner).__module__ for owner in module.modules()}):

@@ -181,7 +181,7 @@ class _Maker:
         return cases, remarks
 
     def _resized(self) -> tuple[Case | None, _Leaves, list[str]]:
-        """Return a test case with other input sizes, the example inputs in these sizes, and notes on refused sizes."""
+        """Return a test case with new input sizes, the example inputs resized to them, and notes for the report."""
         is_resizable = self._example.shapes is not None and bool(place_of_sizes(self._signature))
         for sizes in itertools.islice(self._larger(), 5) if is_resizable else ():
             base = resized_leaves(self._example, self._signature, sizes)
@@ -217,7 +217,7 @@ class _Maker:
                 yield sizes
 
     def _accepted(self, name: str, base: _Leaves, value: Callable[..., torch.Tensor]) -> tuple[Case | None, list[str]]:
-        """Return a test case with other values for as many inputs as possible, and names of the unchanged inputs."""
+        """Return a test case with new values where the module accepts them, and the names of the unchanged inputs."""
         self._refusal = ""
         made = {leaf: self._value(value, leaf, tensor, 0) for leaf, tensor in base.items()}
         changed = [leaf for leaf in made if made[leaf] is not base[leaf]]
@@ -261,7 +261,6 @@ class _Maker:
         return share <= self._nan
 
     def _share_of_nan(self, case: Case) -> float | None:
-        """Return the share of NaN in the module's outputs; ``None`` if the module raises an error."""
         try:
             steps = self._example.runs.steps(case, self._traced.written, self._traced.left, twice=True)
         except InvalidArgumentError as error:
@@ -279,7 +278,7 @@ def _places(like: torch.Tensor) -> torch.Tensor:
 
 
 def _cycled(values: Sequence[float], like: torch.Tensor, number: int) -> torch.Tensor:
-    """Fill a tensor with ``values`` in a cycle; a higher ``number`` repeats each value more often in a large tensor."""
+    """Fill a tensor like ``like`` with ``values`` in a cycle; a higher ``number`` repeats each value more often."""
     places = _places(like) // len(values) ** number if like.numel() > len(values) ** number else _places(like)
     return torch.tensor(values, dtype=like.dtype, device=like.device)[places % len(values)]
 
@@ -307,7 +306,6 @@ def _is_switch(base: torch.Tensor) -> bool:
 
 
 def _as_mask(base: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a mask with the shape of ``base`` that repeats the given rows cyclically."""
     table = torch.stack(list(rows)).to(base.dtype)
     count = base.numel() // base.shape[-1] if base.ndim else 1
     return table[torch.arange(count, device=base.device) % len(rows)].reshape(base.shape)
@@ -417,7 +415,7 @@ def _masked(module: torch.nn.Module, case: Case, *, padded: bool) -> Case | None
 
 
 def _masks(module: torch.nn.Module, case: Case) -> Iterator[torch.Tensor]:
-    """Yield the token masks of a call with batch size 2 or more."""
+    """Yield the inputs of a test case that mask tokens, if the batch size is at least 2."""
     named: dict[str, Any] = {**inspect.signature(module.forward).bind_partial(*case.args).arguments, **case.kwargs}
     for name, value in named.items():
         if not isinstance(value, torch.Tensor) or value.ndim != 2 or len(value) < 2 or value.is_floating_point():

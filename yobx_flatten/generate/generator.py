@@ -99,7 +99,8 @@ class Generator:
             input_features, input_values: audio for the encoder, as features or as samples of the waveform.
             pixel_values, image_grid_thw, image_sizes, batch_num_images: images, as the model's processor returns them.
             pixel_values_videos, video_grid_thw, second_per_grid_ts: videos, as the model's processor returns them.
-            decoder_input_ids, forced_bos_token_id: first token ids and second token id of an encoder-decoder's output.
+            decoder_input_ids: ids of the first tokens of the output of an encoder-decoder model.
+            forced_bos_token_id: id of the second token of the output of an encoder-decoder model.
             language, task, return_timestamps: options for Whisper, see ``WhisperForConditionalGeneration.generate``.
             num_beams, length_penalty, early_stopping, num_return_sequences: options of beam search.
             adapter: name of the LoRA adapter for the batch, one of :attr:`adapters`; ``None`` (default) for no adapter.
@@ -107,7 +108,7 @@ class Generator:
                 any, the generation loop of transformers runs the files.
 
         Returns:
-            What ``model.generate`` returns: by default int64 token ids of shape (batch * num_return_sequences, length).
+            The same as ``model.generate``: by default int64 token ids of shape (batch * num_return_sequences, length).
             Each row of the result has the prompt, the new tokens and padding; Whisper's rows do not have the prompt.
 
         Raises:
@@ -222,8 +223,8 @@ class Generator:
                 ``vocoder=open_model("vocoder")``.
 
         Returns:
-            What ``model.generate_speech`` returns: a spectrogram of shape (frames, bins) or (batch, frames, bins), or,
-            if a vocoder is given, the waveform that the vocoder makes.
+            The result of ``model.generate_speech``: a spectrogram of shape (frames, bins) or (batch, frames, bins). If
+            a vocoder is given, the waveform that the vocoder makes.
 
         Raises:
             InvalidArgumentError: when the exported model generates text instead of speech, when the inputs do not fit

@@ -187,7 +187,7 @@ class FileModel(ModelWithoutWeights):
         return refusals_named("generate", lambda: generate(*given, **kwargs), kwargs, other_loops(config.to_dict()))
 
     def _heads_in_files(self, kwargs: Mapping[str, Any]) -> list[list[int]]:
-        """Return the attention heads for word timestamps: per head, its layer and its index among exported heads."""
+        """Return layer and index of each attention head for word timestamps; only exported heads are counted."""
         places = _by_layer(self.steps.heads.values())
         if not places:
             raise InvalidArgumentError(
@@ -372,9 +372,9 @@ class FileModel(ModelWithoutWeights):
         *,
         is_last: bool,
     ) -> torch.Tensor:
-        """Run the files on prompts; with pictures, a prompt that beam search has copied to several beams runs once."""
+        """Run the files on the prompts of a batch, and return scores."""
         steps, every = self.steps, torch.arange(len(tokens))
-        factor = 1 if shown is None else len(tokens) // shown.rows
+        factor = 1 if shown is None else len(tokens) // shown.rows  # copies of a prompt by beam search run once
         first = every[::factor]
         state = steps.begin(tokens[first], mask[first], {}, None, () if shown is None else shown.pictures)
         if state.positions is None:
@@ -420,7 +420,7 @@ def _by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
-    """Make a model whose ``generate`` is that of the exported class, or of ``GenerationMixin``."""
+    """Make a model that runs exported files in the ``generate`` method of transformers."""
     stated = _stated(steps)
     own, loop = exported_class(stated), GenerationMixin
     # a class of another task that was exported has no loop

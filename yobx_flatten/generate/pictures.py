@@ -138,7 +138,7 @@ class _Left:
         self.sizes = collections.deque(zip(sizes, spacing, strict=True))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:
-        """Return M-RoPE positions, from 0, of the next picture's tokens, and the position of the next text token."""
+        """Return M-RoPE positions, counted from 0, of the next picture's tokens and of the text token after them."""
         (time, height, width), spacing = self.sizes.popleft() if self.sizes else ([0, 0, 0], 1)
         if self.word == "video" and count == height * width and time > 1:
             # Qwen3-VL writes the time of each frame as text

@@ -27,9 +27,9 @@ class Sampling:
         top_p: probability in (0, 1] of nucleus sampling: tokens are drawn from the smallest set of likeliest tokens
             whose probabilities add up to ``top_p``; ``None`` for all tokens.
         seed: seed of the random draws; ``None`` for torch's global random generator.
-        min_p: least probability of a drawn token as a share in [0, 1] of the likeliest token's; ``None`` for no limit.
-        typical_p: probability in (0, 1] of locally typical sampling: tokens are drawn from those with information
-            content closest to the entropy, up to a total probability of ``typical_p``; ``None`` for all tokens.
+        min_p: smallest probability of a drawn token relative to the likeliest token, in [0, 1]; ``None`` for no limit.
+        typical_p: total probability, in (0, 1], of the tokens to draw from in locally typical sampling. These are the
+            tokens whose information content is closest to the entropy. ``None`` for all tokens.
 
     Raises:
         InvalidArgumentError: when a value is out of its range.
@@ -149,7 +149,7 @@ _OF_DRAWS: Mapping[str, float | None] = {"top_h": None, "epsilon_cutoff": 0, "et
 
 
 def other_loops(generation: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of generation options that only transformers' ``generate`` supports, as ``penalty_alpha``."""
+    """Return the names of set options, such as ``penalty_alpha``, that only transformers' ``generate`` supports."""
     return entries_with_effect(generation, {**_OF_LOOPS, **(_OF_DRAWS if generation.get("do_sample") else {})})
 
 

@@ -1,4 +1,4 @@
-"""Find the files of an exported model by names that optimum and transformers.js use; read its generation settings."""
+"""Find the files of an exported model by their names, and read the generation settings of the model."""
 
 # kind of model        exported files
 # decoder              `model`
@@ -121,7 +121,7 @@ class GenerationSettings:
         decoder_start_token_id: id of the first token of an encoder-decoder model's output.
         image_token_id: id of the token whose embeddings image features replace.
         max_new_tokens: default of ``generate`` for ``max_new_tokens``; 20 by default.
-        max_length: largest number of tokens in a sequence and its prompt, if ``max_new_tokens`` is not passed.
+        max_length: largest number of tokens of a prompt and its new tokens, if ``max_new_tokens`` is not passed.
         sampling: default of ``generate`` for ``sampling``; by default, the likeliest token is chosen.
         num_beams, num_return_sequences: defaults of the arguments of ``generate`` with the same names; 1 by default.
         positions: size of the model's table of position embeddings, in tokens; ``None`` if it has no such table.
@@ -264,7 +264,6 @@ def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any],
 
 @functools.cache
 def _types_of_entries() -> dict[str, Any]:
-    """Return by file name a dataclass of the entries that generation reads; every entry may be missing or null."""
     from msgspec import Meta
 
     token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]

@@ -61,14 +61,14 @@ def speak(
 
 
 def drawn_masks(config: Any, length: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """Draw dropout masks of all frames, as the eager model does; return those of the last frame (layers, width)."""
+    """Draw dropout masks as the eager model does, and return the masks of the last frame, of shape (layers, width)."""
     like = torch.zeros(length, config.speech_decoder_prenet_units, dtype=dtype)
     every = range(config.speech_decoder_prenet_layers)
     return torch.stack([torch.bernoulli(like, p=config.speech_decoder_prenet_dropout)[-1] for _ in every])
 
 
 class _Frames:
-    """Runs exported files where transformers' speech loop calls submodules of the model."""
+    """Runs exported files instead of the submodules that transformers' speech loop calls."""
 
     def __init__(self, parts: Parts, config: Any, masks: Iterator[torch.Tensor] | None) -> None:
         assert parts.encoder is not None
@@ -98,7 +98,7 @@ class _Frames:
         return BaseModelOutput(last_hidden_state=torch.zeros(*self.mask.shape, 1, dtype=self.dtype))
 
     def read(self, frames: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:
-        """Store the inputs of the decoder's file: the last spectrogram frame, the speaker and dropout masks."""
+        """Store the inputs of the decoder's file: the last frame, the vectors of the speakers, and dropout masks."""
         config, length = self.config, frames.shape[1]
         if length > config.max_speech_positions:
             raise InvalidArgumentError(

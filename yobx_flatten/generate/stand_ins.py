@@ -1,4 +1,4 @@
-"""Define Hugging Face models without weights, and a KV cache, with which transformers runs exported files."""
+"""Define Hugging Face models without weights, which run exported files, and the KV cache of such models."""
 
 # generate of transformers ──> get_seq_length, reorder_cache, crop ──> FileCache ──> TextState.cache
 #                                                                                    values of the library, not copied

@@ -247,7 +247,7 @@ class Steps:
         return decoder.cache({**empty, **made})
 
     def pass_switch(self, sequence: TextState) -> None:
-        """Empty the KV cache if the text just exceeded the length at which the model recomputes it with new angles."""
+        """Empty the KV cache if the new tokens pass the text length at which the model recomputes its cache."""
         switch = self.settings.switch
         total = sequence.mask.shape[1]
         is_past = switch is not None and total - sequence.new.shape[1] <= switch.length < total

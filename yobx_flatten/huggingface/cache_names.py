@@ -160,7 +160,7 @@ def installed_name() -> str:
 
 
 def word_in_files(name: str, value: object, word: str = CACHE) -> str:
-    """Return the name of a model's input or output in exported files, in which every KV cache has the same name.
+    """Return the name of a model's input or output in exported files, which is ``word`` for every KV cache.
 
     >>> word_in_files("cache_params", None), word_in_files("input_ids", 1)
     ('past_key_values', 'input_ids')
@@ -180,7 +180,7 @@ def spellings_of(path: str) -> list[str]:
 
 
 def after_cache(name: str) -> str | None:
-    """Return the end of an input's name, after the name of the KV cache; ``None`` if the input is not a KV cache.
+    """Return what follows the name of the KV cache in an input's name; ``None`` if the input is not in a KV cache.
 
     >>> after_cache("past_key_values.0.key"), after_cache("cache_params.0.state"), after_cache("input_ids")
     ('.0.key', '.0.state', None)

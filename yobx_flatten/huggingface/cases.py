@@ -106,7 +106,7 @@ def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
 
 
 def default_sizes(model: TransformersModel, cache: object = None) -> tuple[list[DecodeSizes], str | None]:
-    """Choose sizes of test calls: below, at and beyond the sliding window, one and several tokens, a padded text."""
+    """Choose sizes of test calls: fewer, as many and more tokens than the sliding window, some with padding."""
     # cache: the example's cache; a static cache has a limited capacity
     # returns: the sizes, and a remark if no size exceeds the window, or the length at which rotary angles change
     config = model.config.get_text_config(decoder=True)
@@ -154,7 +154,7 @@ def decode_inputs(
         sizes: the batch size, and the numbers of past, new and padding tokens.
         like: example inputs, which determine the names of the inputs and the kind of cache; by default ``input_ids``
             (or ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and the cache. If ``like`` has no KV
-            cache, the call reads all tokens.
+            cache, the returned inputs contain all ``past + new`` tokens.
         seed: seed of the random tokens; 0 by default.
         tokens: the tokens to decode, integers of shape (batch, past + new); random by default.
         source: the tokens that the encoder reads, integers of shape (batch, source); random by default.
@@ -199,8 +199,8 @@ def decode_inputs(
     cache_is = name_in(like)
     if sizes.past == 0 and cache_is is not None:
         raise InvalidArgumentError(
-            f"decode_inputs: past=0 leaves no tokens to fill the cache with ({sizes}). Pass a past of 1 or "
-            f"more, or example inputs (like=) without {cache_is}."
+            f"decode_inputs: past=0 would make an empty cache ({sizes}). Pass past=1 or more, or pass like= with "
+            f"example inputs that have no {cache_is}."
         )
     generator = torch.Generator().manual_seed(seed)
     device = device_of_inputs(model)
@@ -232,7 +232,7 @@ def _new_inputs(
     tokens: torch.Tensor,
     source: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Return inputs for the last tokens and, if the example has a KV cache, a cache of the earlier tokens."""
+    """Return inputs for ``tokens``. If ``like`` has a KV cache, the first ``sizes.past`` tokens are in the cache."""
     # source: the tokens of the encoder; `None` for a model without an encoder
     mask = torch.ones_like(tokens)
     mask[0, : sizes.padding] = 0
@@ -273,7 +273,7 @@ def _new_inputs(
 
 
 def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any] | None:
-    """Make the next decode call's inputs: the returned cache, random tokens as many as before, a longer mask."""
+    """Make inputs of the next decode call: the returned KV cache, new random tokens, and a longer attention mask."""
     cache_is, cache = name_in(kwargs), cache_of(outputs)
     encoder_decoder = "decoder_input_ids" in kwargs
     ids_name = "decoder_input_ids" if encoder_decoder else "input_ids"
@@ -326,7 +326,7 @@ def _is_fp8(cache: TransformersCache) -> bool:
 
 
 def contiguous(value: PyTree) -> PyTree:
-    """Return nested values with contiguous tensors; tensors inside containers are replaced in place."""
+    """Return an object with all tensors inside it made contiguous. Lists, dicts and caches are changed in place."""
     # A slice (`ids[:, 5:]`, the keys of a layer beyond its window) has unusual strides; code that is compiled for one
     # kind of strides reads the other kind wrongly.
     # value: a tensor, or lists, tuples, dicts and transformers objects with tensors; a repeated tensor stays one tensor

@@ -50,7 +50,7 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any], cache_is:
 
 
 def with_returned(kwargs: Mapping[str, Any], present: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return arguments in which tensors that a call returned replace those of the KV cache; other tensors stay."""
+    """Return a copy of ``kwargs`` in which the KV cache has the tensors that a call returned (``present``)."""
     kept = [{**before, **layer} for before, layer in zip(kwargs["cache"], present, strict=True)]
     return {**kwargs, "cache": kept}
 
@@ -68,7 +68,7 @@ class Continued(torch.nn.Module):
 
 
 class SlidingDecoder(Continued):
-    """Wraps a decoder with only sliding layers, to remove its token counter input, which other tools do not pass."""
+    """Wraps a decoder whose KV cache has only sliding layers, to remove the token counter from the inputs."""
 
     # kwargs: example keyword arguments of the model, which determine the classes and windows of the cache's layers.
     # Their values that are not tensors are passed to the model at each call.
@@ -239,12 +239,12 @@ def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
 
 
 def _reads(model: TransformersModel, length: int) -> str:
-    """Return which tokens ``generate`` passes if only the last token is not cached: ``"all"`` or ``"the next"``."""
+    """Return which tokens ``generate`` passes: only the last (``"the next"``), ``"all"`` or ``"something else"``."""
     from transformers import GenerationMixin
     from transformers.cache_utils import DynamicCache
 
     cache, ids = DynamicCache(), torch.zeros(1, length, dtype=torch.int64)
-    keys = torch.zeros(1, 1, length - 1, 1)
+    keys = torch.zeros(1, 1, length - 1, 1)  # of all tokens except the last
     cache.update(keys, keys, 0)
     # a model passes arguments that it does not use to the method of GenerationMixin
     loops: Any = (model.prepare_inputs_for_generation, GenerationMixin.prepare_inputs_for_generation)

@@ -1,14 +1,14 @@
 """Flatten outputs of transformers and diffusers models, and objects that tokenizers and processors return.
 
 A flattened ``ModelOutput`` omits fields that are ``None``; in a plain dataclass, such a field is a leaf. A flattened
-``BatchEncoding`` omits the ``Encoding`` objects of fast tokenizers, which no model reads: a rebuilt ``BatchEncoding``
+``BatchEncoding`` omits the ``Encoding`` objects of fast tokenizers, which no model reads. A rebuilt ``BatchEncoding``
 has ``is_fast == False`` and cannot map tokens to words. Numbers and texts in a ``BatchFeature`` are leaves.
 
 transformers registers each ``ModelOutput`` class only once, when the class is created, and would not restore a removed
-registration. So this package does not replace a registration that contains the names of the fields. For transformers
-before 5.17, which registers no field names, :mod:`.support` adds the names inside ``register_flattening_functions``.
-Before transformers 5.17, this package registers only the output class ``BaseModelOutput``, because a new process could
-not load a program with any other output class.
+registration. This package does not replace a registration by transformers that contains the names of the fields.
+transformers before 5.17 registers classes without field names: :mod:`.tracing.support` adds these names inside
+``register_flattening_functions``. Before transformers 5.17, this package registers only the output class
+``BaseModelOutput``, because a new process could not load a program with any other output class.
 """
 
 # class                 children                 keys                     static
@@ -154,7 +154,7 @@ _RECIPES: dict[type, Recipe] = {}
 
 
 def _recipe(cls: type, functions: Callable[[type], _Functions]) -> Recipe | None:
-    """Return the flatten functions of a class; ``None`` if another library has registered the class with keys."""
+    """Return the flatten functions of an output class; ``None`` if the class is already registered with pytree keys."""
     # read each once, the node first: other threads write the recipe before the node, and remove the node
     in_force = pytree.SUPPORTED_NODES.get(cls)
     recipe = _RECIPES.get(cls)
@@ -171,7 +171,7 @@ def _recipe(cls: type, functions: Callable[[type], _Functions]) -> Recipe | None
 
 
 def _container(cls: type) -> _Functions:
-    """Return flatten functions for a class that stores its content in ``data``; other attributes are static."""
+    """Return flatten functions for a class whose leaves are the values of its dict ``data``."""
     dropped = dict.fromkeys(_DROPPED) if any(base.__name__ == "BatchEncoding" for base in cls.__mro__) else {}
 
     def flatten(obj: object) -> tuple[list[Any], list[Any]]:
@@ -193,7 +193,7 @@ def _container(cls: type) -> _Functions:
 
 
 def _is_plain_output(cls: type) -> bool:
-    """Return whether a class is a dataclass with tensors that is not a mapping (``EsmFold2DenoiserConditioning``)."""
+    """Return whether a class, such as ``EsmFold2DenoiserConditioning``, is a dataclass of tensors and not a mapping."""
     if is_mapping_like(cls) or not dataclasses.is_dataclass(cls):
         return False
     return any("Tensor" in str(field.type) for field in dataclasses.fields(cls))

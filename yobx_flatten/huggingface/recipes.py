@@ -2,9 +2,9 @@
 
 The static part of a cache is the list of its leaves' names: ``key_0, value_0, key_1, ...`` if all layers are
 ``DynamicLayer``, else with a code for the layer class (:mod:`.caches.layers`): ``key_D_0, key_W8_1, ...``. The name
-``none_W8_1`` stands for layer 1 with a sliding window of 8, before it has keys. The number of tokens that a
+``none_W8_1`` stands for layer 1, with a sliding window of 8, while the layer has no keys. The number of tokens that a
 cache has seen is not stored if a layer has the keys of all tokens. If a cache has sliding layers, but no layer with the
-keys of all tokens, the number of tokens seen is another leaf, the 0-d tensor ``length`` (:mod:`.caches.layouts`).
+keys of all tokens, the leaf ``length``, a 0-d tensor, stores the number of tokens seen.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def unflatten_static_cache(
 
 
 def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[str]]:
-    """Rebuild cache layers from leaves; sizes that leaf names of the package yobx lack are read from key tensors."""
+    """Rebuild cache layers from leaves and leaf names, also from leaf names that the package yobx wrote."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     try:
         return unflatten_layers(values, names), names
@@ -156,9 +156,9 @@ def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[st
 def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
     """Flatten an ``EncoderDecoderCache`` into its two caches.
 
-    ``is_updated`` of a cache states for each layer whether cross-attention keys are present. If ``is_updated``
-    disagrees with the layers, a third name stores ``is_updated``: the name ``is_updated_10-`` means true for layer 0,
-    false for layer 1, and no entry for layer 2.
+    The dict ``is_updated`` of a cache states by layer index whether a layer has cross-attention keys. If the dict does
+    not agree with the layers, a third name stores the dict. The name ``is_updated_10-`` means true for layer 0, false
+    for layer 1, and no entry for layer 2.
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.
@@ -307,7 +307,7 @@ def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
 
 
 def _shown_updates(cross: TransformersCache | None) -> dict[int, bool]:
-    """Return a dict like ``is_updated``: for each layer of a cross-attention cache, whether it is filled."""
+    """Return whether each layer of a cross-attention cache is filled, by layer index."""
     found = {}
     for index, layer in enumerate(getattr(cross, "layers", ())):
         kind = kind_of(type(layer))
@@ -320,7 +320,7 @@ _WITHOUT = re.compile(r"(.+)_([WSX])_(\d+)")
 
 
 def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
-    """Add the size of each layer, read from its keys, to leaf names that the package yobx wrote without sizes.
+    """Add the layer sizes to leaf names of a cache that the package yobx wrote without sizes.
 
     >>> with_sizes([torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)], ["key_W_0", "value_W_0"])
     ['key_W5_0', 'value_W5_0']
@@ -437,8 +437,8 @@ def _is_plain_cache(cls: type) -> bool:
 _PLAIN_CACHES = ModelClasses(_is_plain_cache)  # classes of imported models that do not inherit `Cache`
 
 
-class _ByClass(dict[str, str]):
-    """A dict with full class names as keys, which can also be looked up by class; so it imports no class."""
+class _ByClass(dict[str, str]):  # names, because classes would have to be imported
+    """A dict whose keys are full names of classes. A lookup by a class finds the entry with the name of the class."""
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, (str, type)) and super().__contains__(_full_name(key))
@@ -474,7 +474,7 @@ replaces these registrations, and restores them on exit."""
 
 
 def transformers_recipes() -> dict[type, Recipe | None]:
-    """Return the flatten functions of cache and output classes; ``None`` if transformers' registration is correct."""
+    """Return the flatten functions of cache and output classes; ``None`` for a class with a correct registration."""
     import transformers.cache_utils as cache_utils
 
     of_dynamic = flatten_dynamic_cache, unflatten_dynamic_cache, flatten_with_keys_dynamic_cache

@@ -53,7 +53,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
     if layout == "flat":
         return
     if form != "onnx":
-        raise InvalidArgumentError(f'layout="{layout}" is for ONNX files. Remove the arguments target= and to=.')
+        raise InvalidArgumentError(f'layout="{layout}" is for ONNX files only. Leave target= and to= out.')
     if layout == "genai":  # see `plan.check_genai`
         return
     if task in SPEAKS:
@@ -126,7 +126,7 @@ MERGED = "decoder_model_merged"  # the file that joins the decoder for the promp
 
 
 def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
-    """Merge two decoder files into a third with the same weights; return whether weights are in a data file."""
+    """Merge two decoder files into a third file; return whether the weights are in a separate data file."""
     import onnx_ir as ir
 
     models = ir.load(first), ir.load(later)
@@ -214,7 +214,7 @@ def _merged(first_model: ir.Model, later_model: ir.Model, weights: Sequence[ir.V
 
 
 def _free(value: ir.Value) -> ir.Shape | None:
-    """Return a value's shape with new axis names, because the merged graphs have different names for the same axis."""
+    """Return the shape of a value with new axis names, because the merged graphs name the same axis differently."""
     import onnx_ir as ir
 
     if value.shape is None:

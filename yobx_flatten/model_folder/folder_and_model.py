@@ -38,11 +38,11 @@ from .write import write_matrices
 
 @dataclasses.dataclass(frozen=True)
 class FolderExplanation:
-    """The first nodes of a folder's files that compute other values than the model; ``print`` shows the nodes.
+    """The first node in each file of a folder whose value differs from that in the model; ``print`` shows the nodes.
 
     Attributes:
         path: the folder.
-        files: comparisons by names of file and test case; if a case differs, later cases of the file do not run.
+        files: the comparisons by file name and test case name. No test case of a file runs after one that differs.
     """
 
     path: pathlib.Path
@@ -67,8 +67,9 @@ def explain_folder(
 ) -> FolderExplanation:
     """Find the first node in each file of an exported folder whose value differs from the value in the model.
 
-    The model is exported again to temporary files, whose outputs are compared with the model's. For each stored test
-    case, the value of each node in the folder's file is compared with its value in the second export of the model.
+    The model is exported again to temporary files, and the outputs of these files are compared with the outputs of the
+    model. For each stored test case, the value of each node in a file of the folder is then compared with the value of
+    the same node in the temporary file.
 
     Args:
         folder: a folder of ONNX files as :func:`export_folder` writes it.
@@ -184,9 +185,10 @@ def add_adapter(
     """Add a LoRA adapter to an exported folder, and check that its files compute the same values as PEFT.
 
     Args:
-        folder: a folder that ``export_folder(..., adapters=...)`` wrote. The new adapter can change only layers that an
-            adapter of the export changes; after ``adapters={}``, the new adapter can change all linear layers.
-        name: name of the adapter, which selects it in ``generate(adapter=NAME)``.
+        folder: a folder that ``export_folder(..., adapters=...)`` wrote. If that call passed adapters, the new adapter
+            can change only layers that one of the passed adapters changes. After a call with ``adapters={}``, the new
+            adapter can change all linear layers except ``model.get_output_embeddings()``.
+        name: name of the new adapter; ``generate(adapter=NAME)`` runs the model with the adapter of this name.
         adapter: the folder of the adapter, which PEFT wrote.
         model: the model that the folder was exported from, or the model's name; by default the adapter's base model.
         overwrite: whether to replace an adapter of the same name; ``False`` by default.

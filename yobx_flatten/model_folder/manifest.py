@@ -23,7 +23,7 @@ _VERSION = 3
 
 @dataclasses.dataclass(frozen=True)
 class StoredAdapter:
-    """For one LoRA adapter: stored test cases, and measured quality of quantized files, both by file name."""
+    """Test cases and measured quality (of quantized files) for one LoRA adapter; both dicts have file names as keys."""
 
     cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     quality: dict[str, Quality] = dataclasses.field(default_factory=dict)
@@ -34,13 +34,13 @@ class FolderManifest:
     """A description of an exported folder: the model, its files, the stored test cases, and how files were checked.
 
     Attributes:
-        model: name of the exported class.
+        model: name of the class of the exported model.
         task: task of the model, such as ``"text-generation"``.
         format: format of the files: ``"onnx"``, ``"program"``, ``"aotinductor"``, ``"executorch"`` or ``"openvino"``.
         dtype: type of the weights, such as ``"float32"``.
         tolerance: largest allowed absolute difference between an output and the eager model's output.
         files: names of the exported files.
-        cases: paths of the stored test cases by name of the exported file; ``""`` for test cases of ``generate``.
+        cases: for each exported file, the paths of its test cases; the key ``""`` has the test cases of ``generate``.
         versions: versions of the libraries that wrote the folder, by name.
         proof: which checks ran before the folder was created: ``"full"``, ``"standard"``, ``"sample"`` or ``"none"``.
         quality: the measured quality of each file with quantised weights.
@@ -50,11 +50,13 @@ class FolderManifest:
         runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
             ``"openvino"``.
         sha256: SHA-256 digests of the files by name; empty if ``runtime`` is ``"onnxruntime"`` or ``"torch"``.
-        rereads_at_switch: whether ``model.generate`` recomputes the whole KV cache at the text length at which the
-            rotary angles of the model change (longrope, dynamic); ``None`` if they never change, or if unknown.
+        rereads_at_switch: for models whose rotary angles change at a certain text length (RoPE types ``longrope`` and
+            ``dynamic``), whether ``model.generate`` recomputes the whole KV cache at this length. ``None`` if the
+            angles never change, or if this is unknown.
         positions: size of the model's table of position embeddings, in tokens; ``None`` if it has no such table.
-        tolerances: the difference that rounding to ``dtype`` can cause, by file and output; see :func:`export_onnx`.
-            :func:`verify_folder` allows the stored difference up to a limit, which depends on the output's range.
+        tolerances: for each file and output, the difference that rounding to ``dtype`` can cause; see
+            :func:`export_onnx`. :func:`verify_folder` allows this difference up to a limit, which depends on the
+            range of the output's values.
         adapters: the LoRA adapters with which the exported files were checked, by name.
     """
 

@@ -35,10 +35,11 @@ def open_generator(
 
     Args:
         folder: a folder that :func:`export_folder` wrote, or a folder with files of the same names.
-        runtime: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or ``"openvino"``, which also takes
-            ONNX files; ``None``, the default, for the runtime of the export.
-        threads: number of threads that one operator can use in onnxruntime and OpenVINO, and that all files of the
-            process share in ExecuTorch; ``None`` for the runtime's default. For torch, call ``torch.set_num_threads``.
+        runtime: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or ``"openvino"``; ``None``, the
+            default, for the runtime that the folder was exported for. ``"openvino"`` can also run ONNX files.
+        threads: number of threads; ``None`` for the runtime's default. In onnxruntime and OpenVINO, this is the number
+            for one operator. In ExecuTorch, all open files of the process share these threads. torch and AOTInductor
+            ignore this argument: call ``torch.set_num_threads`` instead.
         trust: whether the caller trusts the author of the folder; ``False`` by default. AOTInductor packages and
             ``torch.export`` programs (``.pt2``) can run code when they are loaded, and are refused without trust.
             ONNX, OpenVINO and ExecuTorch files run no code when they are loaded, and open with ``trust=False``.
@@ -51,8 +52,8 @@ def open_generator(
 
     Raises:
         InvalidArgumentError: when ``runtime`` is unknown.
-        GenerationError: when the folder does not exist, is for a task that generates nothing, has no files for the
-            runtime, or ExecuTorch files are already open with a different number of threads.
+        GenerationError: when the folder does not exist, is for a task without generation, or has no files for the
+            runtime; also when ExecuTorch files are already open with a different number of threads.
         MissingDependencyError: when the runtime is not installed.
         DamagedFileError: when a file changed after the export.
         UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
@@ -311,8 +312,8 @@ def open_model(  # noqa: D417 # arguments that belong together are described tog
         runtime, threads, trust, device, providers: see :meth:`FolderModel.from_pretrained`.
 
     Returns:
-        A ``transformers.PreTrainedModel`` for ``pipeline(task, model=...)`` and other code that takes Hugging Face
-        models, made by ``from_pretrained`` of the class for the folder's task.
+        A ``transformers.PreTrainedModel``, which ``pipeline(task, model=...)`` and other code for Hugging Face models
+        accept. Its class derives from the :class:`FolderModel` subclass for the task of the folder.
 
     Raises:
         ForeignFileError: when the folder has no ``yobx_flatten.json``, which states the task.

@@ -215,7 +215,7 @@ def _quantization(
 
 
 def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
-    """Return the plan of an export, with text and chat prompts that measure the quality of quantized weights."""
+    """Return a copy of a plan with text and chat prompts added, which measure the quality of quantized weights."""
     quantization, options, model = plan.quantization, plan.options, plan.model
     generates = plan.task == "text-generation"
     if quantization is None or quantization.tokens is not None or not generates or options.logits != "all":
@@ -265,7 +265,7 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
 
 
 def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
-    """Return the plan of an encoder's export, with text that calibrates quantized weights and tests the files."""
+    """Return a copy of an encoder's plan with text added, by which weights are quantized and files are tested."""
     quantization, options, model = plan.quantization, plan.options, plan.model
     is_rounded = quantization is not None and quantization.weights != "keep" and options.runtime == "onnxruntime"
     if quantization is None or not is_rounded or plan.proof == "none" or len(plan.pieces) > 1:

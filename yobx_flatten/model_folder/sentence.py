@@ -113,7 +113,7 @@ class SentenceModel(torch.nn.Module):
 
 
 def read_modules(folder: pathlib.Path | None) -> Sequence[torch.nn.Module] | str:
-    """Read the modules that compute the embedding from hidden states and a mask; if one is unknown, return which."""
+    """Return the modules that compute an embedding from hidden states, or a text that names an unsupported module."""
     modules = _listed(folder)
     if folder is None:
         return ()
@@ -139,7 +139,6 @@ def read_modules(folder: pathlib.Path | None) -> Sequence[torch.nn.Module] | str
 
 
 def pools(folder: pathlib.Path | None) -> bool:
-    """Return whether a folder has a pooling module, so that the model without its head is exported."""
     return any(module.type.rpartition(".")[2] == "Pooling" for module in _listed(folder))
 
 
@@ -155,10 +154,9 @@ def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def _listed(folder: pathlib.Path | None) -> list[_Module]:
-    """Read the entries of ``modules.json`` except the first, the transformer; none if the folder has no such file."""
     if folder is None or not (folder / MODULES).is_file():
         return []
-    return _read_own(folder, MODULES, list[_Module])[1:]
+    return _read_own(folder, MODULES, list[_Module])[1:]  # the first module is the transformer
 
 
 def _read_own(folder: pathlib.Path, name: str, form: type[T]) -> T:

@@ -84,7 +84,7 @@ def store_piece(
     below: str = CASES,
     runs: EagerRuns | None = None,
 ) -> list[str]:
-    """Store test cases of one file (inputs, eager outputs), and the model's losses on a text; return the paths."""
+    """Store the test cases of one exported file, and the losses of the model on a text; return the paths."""
     # runs: outputs that the module already computed for the proof of its file
     (work / below).mkdir(parents=True, exist_ok=True)
     names = []
@@ -116,10 +116,10 @@ def store_generation(
     batch: int | None,
     tokens: int,
     work: pathlib.Path,
-    after: int = 0,
+    after: int = 0,  # number of tokens of the prompt; `PROMPT` tokens if 0
     below: str = CASES,
 ) -> str:
-    """Store tokens that a model generates after ``after`` prompt tokens (``PROMPT`` by default); return the path."""
+    """Store a test case: the tokens that a model generates from a prompt. Return the path of the file."""
     case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
     text = f"{case.outputs['new_tokens']} tokens, greedily{f', after {after}' if after else ''}"
     return store(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)

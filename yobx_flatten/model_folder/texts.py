@@ -88,8 +88,8 @@ _SENTENCES = (
 
 
 def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
-    """Return tokens of Python's source code, int64 of (multiple * n, length), with the tokenizer's special tokens."""
-    # returns: `None` if there is no fitting tokenizer, or if the model has no room for 16 tokens
+    """Return the tokens of Python source code for a text encoder, as int64 of shape (rows, length)."""
+    # returns: a multiple of `multiple` rows; `None` without a fitting tokenizer, or without room for 16 tokens
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
     length, text = min(_LENGTH, room - 2), python_source()  # positions of some models start at 2
     size = _LETTERS * length

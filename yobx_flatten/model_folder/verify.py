@@ -44,16 +44,17 @@ class FolderCheck:
     """The comparison of an exported folder's files with the model on one stored test case.
 
     Attributes:
-        file: name of the exported file; ``"generate"`` for generation with all files.
+        file: name of the exported file; ``"generate"`` if the test case generates tokens or speech with all files.
         case: name of the stored test case.
-        difference: largest absolute difference; for tokens, the number of tokens that differ from ``model.generate``.
+        difference: largest absolute difference of an output; for generated tokens, the number of tokens that differ
+            from the tokens of ``model.generate``.
         ok: whether the difference is within the folder's tolerance.
         seconds: duration of the test case in seconds.
         error: message of the error that stopped the test case; ``None`` if there was no error.
         quality: the measured quality of a file with quantised weights; ``None`` for other files.
         nan: share of NaN values in each output of the model, by output name.
-        tokens: the comparison of generated tokens; ``None`` if the case generates no tokens.
-        adapter: name of the LoRA adapter in the files; ``""`` for the model without an adapter.
+        tokens: the comparison of generated tokens; ``None`` if the test case generates no tokens.
+        adapter: name of the LoRA adapter with which the test case ran; ``""`` if it ran without an adapter.
     """
 
     file: str
@@ -83,7 +84,7 @@ class FolderReport(Report):
     Attributes:
         path: the folder.
         manifest: the description of the folder in ``yobx_flatten.json``.
-        checks: for each stored test case, the comparison of its results with the files.
+        checks: the comparison with the model for each stored test case, or for all test cases of a quantized file.
     """
 
     path: pathlib.Path
@@ -105,7 +106,7 @@ class FolderReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether every test case passes; ``False`` if there is none, or the model returns only NaN in an output."""
+        """Whether every test case passes; ``False`` without test cases, or if an output of the model is only NaN."""
         return bool(self.checks) and all(check.ok for check in self.checks) and not self.without_number()
 
     def __bool__(self) -> bool:
@@ -131,11 +132,11 @@ def verify_folder(
 
     Args:
         folder: a folder that :func:`export_folder` wrote.
-        on_check: a function that is called with the name of each case before the case runs.
+        on_check: a function that is called with the name of each test case before the test case runs.
         trust: whether the caller trusts the author of the folder, which is needed for ``.pt2`` files only;
             ``False`` by default. See :func:`open_generator`.
         device: the device of onnxruntime, see :func:`open_generator`; the CPU by default. On devices other than the
-            CPU, which round differently, the tolerance is ten times larger.
+            CPU, the tolerance is ten times larger, because these devices round differently.
         providers: execution providers in the form that onnxruntime takes, as an alternative to ``device``.
 
     Returns:
@@ -338,7 +339,7 @@ class TokenCount:
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains all tokens that differ; for a quantized file, whether enough tokens are equal."""
+        """Whether rounding explains every differing token or, for a quantized file, whether enough tokens are equal."""
         if self.agreed is None or self.allowed is None:
             return self.different == self.excused
         return self.agreed >= self.allowed

@@ -112,12 +112,15 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
         source: the folder with the tokenizer; by default the folder of the model.
         folder, overwrite: the folder to write, and whether to replace its contents.
         task: the task of the files, see :data:`TASKS`; ``"auto"`` for the task of the model.
-        to, target: the format of the files, and the runtime that checks them; by default ONNX and onnxruntime.
-        batch, bounds: a fixed batch size; the largest sizes, which ExecuTorch needs; both ``None`` by default.
+        to: the file format, ``"onnx"`` (the default) or ``"program"``; ignored if ``target`` is passed.
+        target: the runtime of the files; by default onnxruntime for ``to="onnx"``, and torch for ``to="program"``.
+        batch: a fixed batch size; ``None``, the default, for files that accept different batch sizes.
+        bounds: largest sizes, such as ``{"length": 512}``. ExecuTorch needs bounds; onnxruntime accepts only ``None``.
         proof: checks to run: ``"full"``, ``"standard"``, ``"sample"``, ``"none"``; ``"auto"`` chooses by model size.
         opset_version, optimize, quantize: options for each ONNX file, see :func:`export_onnx`.
         calibration: a text file of prompts with which quantized weights are calibrated and measured.
-        logits, word_times, layout: which logits and attention weights the files return, and the layout of the folder.
+        logits, word_times: which logits the files return, and whether Whisper files also return attention weights.
+        layout: the names and places of the files: ``"flat"`` (the default), ``"transformers.js"`` or ``"genai"``.
         adapters: folders of LoRA adapters by name, which ``generate(adapter=NAME)`` selects; none by default.
         dtype, weights, unmatched_weights, trust_remote_code: how a model given by name is loaded.
 

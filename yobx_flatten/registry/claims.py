@@ -28,7 +28,7 @@ TORCH = ("torch",)  # the libraries that the documented functions use by default
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """A request, by a ``with`` block or by the user, to keep a class registered until :meth:`Registry.release`."""
+    """A request to keep a class registered, made by a ``with`` block or by the user."""
 
     recipe: Recipe
     by_user: bool
@@ -75,7 +75,7 @@ class Registry:
             return next((base for base in cls.__mro__[1:] if base in held), None)
 
     def libraries(self, backends: str | Iterable[str], function: str) -> tuple[str, ...]:
-        """Return the libraries that ``backends`` names (``"all"``: all known); refuse an unknown or missing library."""
+        """Return the libraries that ``backends`` names; raise an error if a library is unknown or not installed."""
         names = (backends,) if isinstance(backends, str) else tuple(backends)
         unknown = [name for name in names if name != "all" and name not in self._libraries]
         if unknown or not names:
@@ -91,7 +91,7 @@ class Registry:
         return tuple(name for name in self._libraries if name in names or "all" in names)
 
     def claim(self, recipe: Recipe) -> Claim | None:
-        """Register a class with torch for a ``with`` block; return ``None`` if the user has registered the class."""
+        """Register a class with torch for a ``with`` block, unless the user has registered the class."""
         with LOCK:
             slot = self._slots.get(("torch", recipe.cls))
             if slot is None:
@@ -106,7 +106,7 @@ class Registry:
             return claim
 
     def claim_for_user(self, recipe: Recipe, libraries: tuple[str, ...] = TORCH) -> Claim | None:
-        """Register a class until the user unregisters it, in those of ``libraries`` where it is not registered yet."""
+        """Register a class until the user unregisters it, in those of ``libraries`` that have not registered it yet."""
         with LOCK:
             free, refused = [], None
             for library in libraries:
@@ -137,7 +137,7 @@ class Registry:
         raise errors.AlreadyRegisteredError(f"{start}, with other functions{differs}. {way_out}")
 
     def release(self, claim: Claim) -> None:
-        """End a request to keep a class registered; after the last request, restore its earlier registration."""
+        """Release a claim. The release of the last claim on a class undoes the registration of the class."""
         with LOCK:
             for library in claim.libraries:
                 self._release(library, claim)
@@ -203,7 +203,7 @@ REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": 
 
 
 class Backend(Protocol):
-    """A library's table of registered classes; a method that raises an error leaves the table unchanged."""
+    """A library's table of registered classes. If a method raises an error, the table is unchanged."""
 
     name: str
 

@@ -141,7 +141,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
 
 class ImportedPatch:
-    """A patch of a module, applied when other code imports the module, or at once if it is imported already."""
+    """A patch of a module. If the module is not imported yet, the patch is applied after the import."""
 
     # make: makes the patch; returns `None` if the module does not define the attribute
 

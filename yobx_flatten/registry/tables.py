@@ -164,12 +164,12 @@ class _Pending(NamedTuple):
 
 
 class TorchCpp:
-    """Registers classes with torch's C++ pytree (optree's namespace ``"torch"``), also before torch imports optree."""
+    """Registers classes with torch's C++ pytree, which is the namespace ``"torch"`` of optree."""
 
     name = "torch_cpp"
 
     def read(self, cls: type) -> Any:
-        """Return the entry of a class in optree, or torch's pending entry before optree is imported; else ``None``."""
+        """Return the entry of a class in torch's C++ pytree, or ``None`` if the class is not registered."""
         if not of_torch.cxx_pytree_exists():
             return None
         with NODE_REGISTRY_LOCK:
@@ -214,7 +214,7 @@ def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
 
 
 def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
-    """Remove a class from torch's list of classes to register with optree later; return its first position."""
+    """Remove a class from torch's list of pending registrations, and return its position in the list."""
     pending, place = of_torch.cxx_pytree_pending(), None
     for index in reversed(range(len(pending))):
         waiting, flatten, _ = pending[index][0]
@@ -398,7 +398,7 @@ def _entry(key: pytree.KeyEntry) -> Any:
 
 @functools.cache
 def _entry_type() -> Any:
-    """Return a class for optree that makes each child's path entry: an attribute, an index or a mapping key."""
+    """Return a class whose constructor creates optree's path entry for an attribute, an index or a key."""
     optree = sys.modules["optree"]
 
     class KeyedEntry(optree.PyTreeEntry):  # type: ignore[misc,name-defined] # optree counts as untyped
@@ -494,7 +494,7 @@ class _Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Later:
-    """Static data that JAX stores, with the index of the class's registration whose functions made the static data."""
+    """Static data of an instance, with the index of the recipe by which the instance was flattened."""
 
     number: int
     static: Any

@@ -1,4 +1,4 @@
-"""Read and switch LoRA adapters, whose matrices are optional inputs of ONNX files; add the inputs during the export."""
+"""Read and switch LoRA adapters, and add inputs for the matrices of an adapter to an exported ONNX file."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class InPlaceCache(dict[str, Any]):
 
     @property
     def others(self) -> dict[str, Any]:
-        """The tensors of the KV cache that are not updated in place, since each call returns new ones."""
+        """The KV cache tensors that the runtime does not update in place. Each call returns them as new tensors."""
         return {name: value for name, value in self.items() if name not in self.presents}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -137,7 +137,7 @@ def copied(runner: Runner, cache: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> dict[str, Any] | None:
-    """Return a KV cache cut to ``kept`` tokens; ``None`` if it has recurrent states or a sliding window."""
+    """Return the KV cache of the first ``kept`` tokens; ``None`` if recurrent states or a sliding window prevent it."""
     # cache: the caller may not use it afterwards
     returned = cache.others if isinstance(cache, InPlaceCache) else cache
     others = {name: value for name, value in returned.items() if ".encoder." not in name}
@@ -239,7 +239,7 @@ class CheckedRunner:
         return {name: value for name, value in found.items() if not is_present(name)}, cache
 
     def _called(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> dict[str, torch.Tensor]:
-        """Run the file with a KV cache that is updated in place; return the other outputs by name."""
+        """Run the file, update the KV cache in place, and return the outputs outside the cache by output name."""
         made = [name for name in self.outputs if name not in self.in_place.values()]
         found = dict(zip(made, self._call_in_place(tensors, cache, tokens), strict=True))
         cache.grown(tokens)
@@ -253,5 +253,5 @@ class CheckedRunner:
         return TensorBuffers(leaves, self.in_place)
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
-        """Run the file with a KV cache that is updated in place; ``tensors`` are all other inputs, in their order."""
+        """Run the file on ``tensors``, the inputs not updated in place, in order; update ``cache`` in place."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Run an ONNX file in onnxruntime: a single call, or one step of generation, which does not copy the KV cache.
+"""Run an ONNX file in onnxruntime, either once or as one step of generation without a copy of the KV cache.
 
 If a file's metadata states that cache inputs and outputs may share memory, its KV cache is a :class:`.BufferedCache`.
 """
@@ -90,7 +90,7 @@ class OnnxRunner:
             return {name: from_value(value) for name, value in found.items()}
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether ``GroupQueryAttention`` refuses inputs: cached tokens, several rows and several new tokens."""
+        """Return whether inputs combine cached tokens, several rows and several new tokens, which the file refuses."""
         if not self.shared:
             return False
         tokens = _tokens(inputs)
@@ -171,7 +171,7 @@ SHARED_CACHE = "yobx_flatten.shared_cache"
 
 
 class BufferedCache(TensorBuffers):
-    """A KV cache for onnxruntime: buffers, bound once and updated in place, and other inputs as ``OrtValue``s."""
+    """A KV cache for onnxruntime, in buffers that each call updates in place."""
 
     def __init__(self, runner: OnnxRunner, values: Mapping[str, Any]) -> None:
         super().__init__({**values, **{name: from_value(values[name]) for name in runner.shared}}, runner.shared)

@@ -197,7 +197,7 @@ DEVICES = {
 
 
 def choose_providers(device: str | None, providers: Providers | None) -> list[str | tuple[str, dict[str, Any]]]:
-    """Return onnxruntime's execution providers for a device; the last is the CPU, for operators that the others lack.
+    """Return onnxruntime's execution providers for a device, always including the CPU provider.
 
     >>> choose_providers(None, None)
     ['CPUExecutionProvider']
@@ -228,7 +228,7 @@ def choose_providers(device: str | None, providers: Providers | None) -> list[st
         build = f" Install the build that has it, instead of onnxruntime:\n    pip install {package}"
         remedy = "" if package == "onnxruntime" else build
         raise MissingDependencyError(f"The installed onnxruntime has no {lacking}; it has {', '.join(there)}.{remedy}")
-    return chosen if CPU in map(_name, chosen) else [*chosen, CPU]
+    return chosen if CPU in map(_name, chosen) else [*chosen, CPU]  # for operators that the others lack
 
 
 def is_on_cpu(providers: Providers) -> bool:

@@ -1,7 +1,7 @@
 """Run OpenVINO or ONNX files in OpenVINO, in float32 on the CPU.
 
-By default, OpenVINO loses precision silently: it computes in bfloat16 on processors that support bfloat16 (an error of
-0.5 in the logits of a small model), and stores the keys and values of its state in 8 bits.
+By default, OpenVINO reduces precision silently. It computes in bfloat16 on processors that support bfloat16, which
+changes the logits of a small model by 0.5. It also stores the keys and values of its state in 8 bits.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ BEAMS = "beam_idx"
 
 
 class StateCache(InPlaceCache):
-    """A KV cache in state variables of an OpenVINO request; cache tensors without a variable are outputs of a call."""
+    """A KV cache in state variables of an OpenVINO request."""
 
     # request: an `openvino.InferRequest` that no other cache uses
 

@@ -1,4 +1,4 @@
-"""Run a program of ``torch.export`` on tensors by input name; the arguments of its module are built from them."""
+"""Run a program of ``torch.export`` on tensors that are passed by input name."""
 
 from __future__ import annotations
 

@@ -166,12 +166,12 @@ def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenEr
 
 
 def _alone(size: Size) -> str | None:
-    """Return the variable that a dynamic size consists of; ``None`` if the size is a number or a sum."""
+    """Return the name of the variable if a size is a single variable; ``None`` for a number or a sum."""
     return next(iter(size)) if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size else None
 
 
 def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
-    """Return a dict from the name of each dynamic size to an input and the number of its axis that has the size."""
+    """Return, for the name of each dynamic size, the name of an input and the index of an axis with this size."""
     found: dict[str, tuple[str, int]] = {}
     for name, _, sizes in signature.inputs:
         for axis, size in enumerate(sizes):
@@ -233,7 +233,7 @@ def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
 
 
 def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
-    """Return a lower bound of the size ``name`` from equations between sizes; each other size is assumed to be >= 2.
+    """Return a lower bound of the size ``name``, computed from equations; every other size is assumed to be >= 2.
 
     >>> bound_by_sums("total", [("==", ("+", "past", "new"), "total"), ("<=", 9, "total")])
     4
@@ -248,14 +248,14 @@ def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
 
 
 def _grows(found: Expression) -> bool:
-    """Return whether an expression of sizes consists of sums and products without negative numbers."""
+    """Return whether an expression contains only sums, products, names of sizes, and numbers that are not negative."""
     if isinstance(found, tuple):
         return found[0] in ("+", "*") and all(map(_grows, found[1:]))
     return isinstance(found, str) or found >= 0
 
 
 def decides_by_parts(relation: Expression) -> bool:
-    """Return whether a comparison contains ``//`` or ``%`` and is false for some sizes of at least 2.
+    """Return whether a comparison contains ``//`` or ``%``, and some sizes of at least 2 make it false.
 
     >>> decides_by_parts(("<=", ("%", ("+", 4, ("*", -1, ("%", "s1", 4))), 4), 0))
     True
@@ -270,7 +270,7 @@ def decides_by_parts(relation: Expression) -> bool:
 
 
 def is_of_one_size(relation: Expression) -> bool:
-    """Return whether a comparison only excludes one value of a size, such as ``s1 != 6``, and the value is at least 2.
+    """Return whether a comparison excludes a single size of at least 2, such as ``s1 != 6``.
 
     >>> is_of_one_size(("!=", "s1", 6)), is_of_one_size(("!=", "s1", 1))
     (True, False)

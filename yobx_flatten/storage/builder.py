@@ -30,7 +30,7 @@ class MiniOnnxBuilder:
         target_opset: ONNX opset version; the model gets a newer version for some tensor types: 19 for 8-bit floats, 24
             for ``float8_e8m0fnu``, 21 for 4-bit integers, 23 for 4-bit floats, and 25 for 2-bit integers.
         ir_version: version of the ONNX file format (IR version).
-        sep: separator in the names of a dict's two outputs, ``<name>___keys`` and ``<name>___values``.
+        sep: separator in the names of the two outputs for a dict: ``___`` in ``<name>___keys`` and ``<name>___values``.
 
     >>> import numpy, onnxruntime
     >>> builder = MiniOnnxBuilder()
@@ -90,7 +90,7 @@ class MiniOnnxBuilder:
         self._put(name, "dict", dict(tensors))
 
     def to_onnx(self) -> Any:
-        """Return the model; :func:`create_input_tensors_from_onnx_model` reads its values as a dict by output name."""
+        """Return the model; :func:`create_input_tensors_from_onnx_model` returns the values in it, by output name."""
         structure = flatten_tree({name: value for name, (_, value) in self._entries.items()})
         check_size(sum(payload.nbytes for payload in structure.payloads), "MiniOnnxBuilder", "use save_nested")
         writer = OnnxWriter("MiniOnnxBuilder", opset=self._opset, ir_version=self._ir_version)
@@ -253,11 +253,11 @@ class RunOutputs:
             raise DamagedFileError(f"The model has no output {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Copy the bytes of an output to ``view``; undo the cast to float32 that the graph makes for some dtypes."""
+        """Copy the bytes of an output to ``view``, in the dtype in which the value was stored."""
         import numpy
 
         array = numpy.ascontiguousarray(self._outputs[record["name"]])
-        if element.cast:
+        if element.cast:  # the graph returns some dtypes as float32
             name = next(name for name, known in ELEMENTS.items() if known == element)
             if element.packed > 1:
                 import ml_dtypes  # comes with onnx

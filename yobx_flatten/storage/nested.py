@@ -57,8 +57,8 @@ def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: 
 
     Raises:
         NotRegisteredError: when ``values`` contains an object of a class that is not registered.
-        InvalidArgumentError: when a tensor has no plain data (sparse, nested, on the meta device, quantized), is of a
-            tensor subclass, or when an object contains itself. For a refused tensor, the error shows how to convert it.
+        InvalidArgumentError: when an object contains itself, or a tensor cannot be stored because it is sparse, nested,
+            quantized, on the meta device or of a tensor subclass. For such a tensor, the error shows how to convert it.
         StaticDataError: when static data or a leaf is of a type that cannot be stored.
         MissingDependencyError: when onnx is not installed.
 
@@ -90,8 +90,8 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
     Args:
         path: the file. The file of external data, ``<path>.data``, must be in the same folder if it exists.
         device: device of the tensors; ``"cpu"`` by default.
-        expected: class that the returned object must have, such as ``dict`` or ``dict[str, torch.Tensor]``, whose item
-            types are not checked. ``expected=None``, the default, accepts any object.
+        expected: class that the returned object must have, such as ``dict`` or ``dict[str, torch.Tensor]``. The types
+            of the items in a container are not checked. ``expected=None``, the default, accepts any object.
 
     Returns:
         The nested object, bitwise identical to the stored object.

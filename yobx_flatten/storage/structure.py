@@ -1,7 +1,7 @@
 """Convert a nested object to JSON (its classes and leaves) and to initializers of an ONNX graph, and back.
 
-A leaf is converted to a *record*, which is an entry of the JSON, and, if the leaf has data, to a *payload*, from which
-an initializer is made. A tensor's bytes are read only when its payload is written to the file.
+A leaf, such as a tensor or a number, is converted to a *record*, an entry of the JSON. A leaf with data also gets a
+*payload*, from which an initializer is made. The bytes of a tensor are read only when they are written to the file.
 """
 
 # {"node": "builtins:dict", "static": ["x", "cache"], "children": [
@@ -121,13 +121,13 @@ def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTr
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """Return ``name``, changed if it is in ``taken`` or if protobuf cannot store it, and add it to ``taken``.
+    """Return a name that is not in ``taken``, made from ``name``, and add it to ``taken``.
 
     >>> taken = set()
     >>> unique("a.b", taken), unique("a.b", taken)
     ('a.b', 'a.b#2')
     """
-    name = name.encode("utf-8", "replace").decode()
+    name = name.encode("utf-8", "replace").decode()  # protobuf cannot store a lone surrogate
     found, count = name, 1
     while found in taken:
         count += 1
@@ -202,7 +202,7 @@ class Payload:
 
 
 class Source(Protocol):
-    """The interface for reading the stored data of leaves, from initializers or from the outputs of a run."""
+    """The interface for reading the stored data of tensors and other leaves."""
 
     def check(self, record: Record, element: Element, dims: tuple[int, ...], nbytes: int) -> None:
         """Raise an error if a leaf's record does not match its stored data, before memory is allocated for the leaf."""
@@ -284,7 +284,7 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
 
 
 def _array_element(dtype: numpy.dtype[Any]) -> tuple[Element, tuple[int, ...]] | None:
-    """Return the ONNX type for a NumPy dtype, and sizes to append to the shape (for bytes and text), or ``None``."""
+    """Return the ONNX element type for a NumPy dtype, and the axes that bytes or text add to the shape."""
     if dtype.hasobject or dtype.subdtype is not None or dtype.names is not None:
         return None
     if dtype.kind in "mM":

@@ -1,8 +1,8 @@
-"""Adapt ``dynamic_shapes`` that were written for another registration of a KV cache to this package's registration.
+"""Adapt ``dynamic_shapes`` that were written for other libraries or earlier versions, which flatten caches differently.
 
 ``torch.export`` requires one entry of ``dynamic_shapes`` for each tensor into which a cache is flattened, in the same
-order. A token counter that is a tensor has no axes; an integer token counter is dynamic if an axis of the cache is
-dynamic. A specification in an unknown form is unchanged, and torch reports its errors.
+order. If the token counter of a cache is an integer, its entry is dynamic if an axis of the cache is dynamic.
+``dynamic_shapes`` in an unknown form are returned unchanged, and torch reports their errors.
 """
 
 # n layers:
@@ -81,7 +81,7 @@ class _Adapting:
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
 
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        """Return ``shapes`` with one entry per child of a cache, or unchanged if ``shapes`` have an unknown form."""
+        """Convert ``dynamic_shapes`` of a cache to a list with one entry for each child of the cache."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]
@@ -99,7 +99,7 @@ class _Adapting:
         return shapes if by_tensor is None else self.written(children, by_tensor)
 
     def written(self, children: list[Any], by_tensor: dict[int, Any]) -> list[Any]:
-        """Return the ``dynamic_shapes`` of a cache's children, in order, looked up by the ``id`` of each tensor."""
+        """Return a list with the ``dynamic_shapes`` of each child of a cache."""
         varies = any(map(_varies, by_tensor.values()))
         entries: list[Any] = []
         for child in children:
@@ -112,7 +112,7 @@ class _Adapting:
 
 
 def _fixed(entry: DynamicShapes, axes: Mapping[int, str] | None) -> DynamicShapes:
-    """Return the ``dynamic_shapes`` entry of a tensor without ``Dim.AUTO`` at the axes that never vary."""
+    """Remove ``Dim.AUTO`` from the ``dynamic_shapes`` of a tensor, for axes that have the same size in all calls."""
     if axes is None or not isinstance(entry, (dict, list, tuple)) or hasattr(entry, "_fields"):
         return entry
     dims = dict(entry) if isinstance(entry, dict) else dict(enumerate(entry))
@@ -154,7 +154,7 @@ def _varies(entry: DynamicShapes) -> bool:
 
 
 def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Return a dict from the ``id`` of each cache tensor to its entry, given a list for keys and a list for values."""
+    """Read ``dynamic_shapes`` that consist of a list for the keys and a list for the values of a cache."""
     parts = list(shapes.values()) if isinstance(shapes, dict) else shapes
     if not isinstance(parts, (list, tuple)) or len(parts) != 2:
         return None
@@ -200,7 +200,7 @@ def spec_classes() -> types.ModuleType | None:
 
 
 def opened_spec(spec: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return entries by parameter name, and assumptions about sizes, of a ``ShapesSpec`` or ``ParamsSpec`` of torch."""
+    """Convert a ``ShapesSpec`` or ``ParamsSpec`` of torch to a dict by parameter name, and a tuple of assumptions."""
     classes, assumptions = spec_classes(), ()
     if classes is not None and isinstance(spec, classes.ShapesSpec):
         assumptions = tuple(one.node.expr for one in spec.assumptions)

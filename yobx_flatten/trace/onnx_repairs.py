@@ -212,7 +212,7 @@ def _place_along(x: OnnxValue, dim: int | None = None, keepdim: bool = False, *,
 
 
 def _up_to_each(x: OnnxValue, dim: int, empty: float) -> tuple[OnnxValue, OnnxValue, list[int]]:
-    """Return each prefix of the values along an axis, padded with ``empty`` to the length of the axis."""
+    """For each position of an axis, return the values up to this position, followed by ``empty``."""
     # returns: `x` with the prefixes as its last two axes; the positions; the permutation that moves the last axis back
     rank = len(x.shape)
     dim %= rank
@@ -269,7 +269,7 @@ def _kth(x: OnnxValue, k: OnnxValue, dim: int, keepdim: bool, *, is_float: bool)
 
 
 def _middle(x: OnnxValue, dim: int, keepdim: bool, *, is_float: bool) -> tuple[OnnxValue, OnnxValue]:
-    """Translate ``median`` to ONNX: the lower of two middle numbers, or NaN if there is a NaN, and its index."""
+    """Translate ``median`` to ONNX; the median of an even count of numbers is the lower of the two middle numbers."""
     count = op.Gather(op.Shape(x), _axes(dim))
     found, place = _kth(x, op.Div(op.Add(count, _axes(1)), _axes(2)), dim, keepdim, is_float=is_float)
     if not is_float:
@@ -426,7 +426,7 @@ def attention(
     *,
     in_one: bool = False,
 ) -> OnnxValue:
-    """Translate attention to ``Attention`` (``in_one``, opset 23) or basic operators; fully masked queries return 0."""
+    """Translate attention to basic operators, or to one ``Attention`` if ``in_one`` is true and the inputs fit."""
     if dropout_p != 0:
         from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 

@@ -57,7 +57,7 @@ def _is_enum(leaf: object) -> bool:
 
 
 def enums_as_texts(args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree, _Members]:
-    """Replace enum members in the inputs by text; also return a dict from the index of each such leaf to its member."""
+    """Replace enum members in the inputs by text, and return the replaced members by the index of their leaf."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     members = {place: leaf for place, leaf in enumerate(leaves) if _is_enum(leaf)}
     if members:
@@ -87,11 +87,11 @@ def members_in_forward(module: torch.nn.Module, names: list[str], members: _Memb
 
 
 class StoredInteger(int):
-    """A token counter for an older exported program, which takes an integer where caches now flatten to a tensor."""
+    """A token counter for a program whose token counter is an integer, as in earlier versions of this package."""
 
 
 def checking_inputs(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that passes token counters as integers, and refuses inputs that differ from a program's constants."""
+    """Make a hook that refuses inputs unlike the constants of a program, and converts token counters to integers."""
     # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program needs none
     given = arguments_of(program)
     integers = [place for place, arg in enumerate(given) if isinstance(arg, SymIntArgument)]
@@ -182,7 +182,7 @@ def joined(past: torch.fx.Node, present: Any) -> torch.fx.Node | None:
 
 
 class _RememberingProgram(ExportedProgram):
-    """An ``ExportedProgram`` that names unregistered classes in its errors, and checks inputs that are constants."""
+    """An exported program that checks its inputs, and whose errors name classes that are not registered."""
 
     def module(self, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
         classes = _classes_of(self)
@@ -270,7 +270,7 @@ def _require_registered(classes: tuple[type, ...], *call: Any) -> None:
 
 
 def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
-    """Remove from an exported program assertions that hold for all sizes, and nodes that only assertions read."""
+    """Remove assertions about sizes that always hold, or that follow from other assertions, from a program."""
     graph = program.graph_module.graph
     assertion = torch.ops.aten._assert_scalar.default
     asserted: dict[torch.fx.Node, sympy.Basic] = {}
@@ -299,7 +299,7 @@ def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
 
 
 def _follows(expression: sympy.Basic, stated: Collection[sympy.Basic], ranges: Mapping[sympy.Symbol, Any]) -> bool:
-    """Return whether an assertion ``n >= bound`` follows from another assertion ``n // size >= count``."""
+    """Return whether the assertion ``n >= bound`` is implied by a stated assertion ``n // size >= count``."""
     if not (isinstance(expression, sympy.Ge) and isinstance(expression.lhs, sympy.Symbol)):
         return False
     number, bound = expression.args
@@ -329,7 +329,7 @@ _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
 
 
 def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collection[str]]) -> Callable[..., Any]:
-    """Wrap a reader of stored tree specs to first import the modules of ``libraries`` that define a spec's classes."""
+    """Wrap a reader of stored tree specs, so that it first imports the library classes that a spec names."""
 
     @functools.wraps(read)
     def json_to_treespec(schema: object) -> Any:

@@ -84,7 +84,7 @@ class _PlainAttention:
         return result
 
     def forget_others(self) -> None:
-        """After a fork, forget the traces of other threads, since the child process has only the forking thread."""
+        """In a forked process, forget traces of threads that exist only in the parent process."""
         with LOCK:
             held = bool(self._holders)
             self._holders = [thread for thread in self._holders if thread == threading.get_ident()]
@@ -115,7 +115,7 @@ def fake_tensor_cache_off(count: int, *, is_dynamic: bool) -> contextlib.Abstrac
 
 
 def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
-    """Return whether torch accepts the arguments of attention, and the output size depends on input sizes only."""
+    """Return whether :func:`_size` can compute the output size of attention for these arguments."""
     query, key, value, *masks = given
     if any(type(tensor) is not FakeTensor or tensor.device != query.device for tensor in given):
         return False
@@ -155,7 +155,7 @@ class TraceSupport:
         self.modules = modules
 
     def acquire(self) -> None:
-        """Install, for a ``with`` block, replacements of library functions that exported programs need when called."""
+        """Replace library functions by versions that exported programs need when they are called."""
 
     def release(self) -> None:
         """Restore, at the end of a ``with`` block, the library functions that :meth:`acquire` replaced."""
@@ -169,7 +169,7 @@ class TraceSupport:
         return kwargs
 
     def prepare(self, tree: PyTree) -> PyTree:
-        """Return example inputs; replace KV caches whose tensor sizes or strides the trace would fix."""
+        """Replace KV caches in example inputs if a trace would fix the sizes or strides of their tensors."""
         return tree
 
     def traceable(self) -> contextlib.AbstractContextManager[None]:

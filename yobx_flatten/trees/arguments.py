@@ -37,7 +37,7 @@ _EXAMPLE = '\n    args=(x,), kwargs={"y": y}'
 
 
 def check_arguments(module: object, args: object, kwargs: object) -> None:
-    """Raise an error if ``module`` is not a module, or its ``forward`` or ``torch.export`` refuses the arguments."""
+    """Raise an error if ``module`` is not a module, or if ``forward`` or ``torch.export`` refuses the arguments."""
     owner = getattr(module, "__self__", None)
     if inspect.ismethod(module) and isinstance(owner, torch.nn.Module):
         name, kind = module.__name__, type(owner).__qualname__
@@ -238,7 +238,7 @@ def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: 
 
 
 def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return entries by input name, and assumptions about sizes, of a ``ShapesSpec`` or ``ParamsSpec`` of torch."""
+    """Return the entries of torch's ``ShapesSpec`` or ``ParamsSpec`` by input name, and its assumptions about sizes."""
     # shapes: a `ShapesSpec`, a `ParamsSpec`, or a dict of the same form; any other value is returned unchanged. The
     # entries `"*args"` and `"**kwargs"` are replaced by entries with the names of the inputs.
     shapes, assumptions = opened_spec(shapes)
@@ -342,7 +342,7 @@ class _Writing:
     def entries(
         self, obj: object, node: Node, names: list[str], spec: DynamicShapes, path: tuple[str, ...]
     ) -> list[Any] | None:
-        """Return a specification's entries for the children of an input; ``None`` if it lists no children."""
+        """Return the entries of ``spec`` for the children of an input; ``None`` if ``spec`` does not list children."""
         place, kind = ".".join(path), builtin_kind(obj, node)
         keys: list[Any] = list(obj) if isinstance(obj, Mapping) and kind is not None else names
         if isinstance(spec, self.classes.SeqSpec):

@@ -63,9 +63,9 @@ def string_type(
 
     Args:
         obj: Any object, such as tensors, containers, caches, model outputs, dynamic shapes.
-        with_shape: Show ``s2x3`` instead of the number of dimensions ``r2``.
-        with_min_max: Show minimum, maximum and average of tensors, and values of numbers, except for tensors without
-            data (FakeTensor, meta) and during a trace, which would record the operators.
+        with_shape: Show the sizes of a tensor, such as ``s2x3``, instead of the number of its axes, such as ``r2``.
+        with_min_max: Show minimum, maximum and average of tensors, and values of numbers. Values are not shown for
+            tensors without data (FakeTensor, meta), and for torch tensors in a trace, which would record the operators.
         with_device: Put ``C`` (host) or ``G`` (accelerator) before torch tensors.
         ignore: Has no effect. In onnx-diagnostic, ``string_type`` raises an error for unknown classes unless ``ignore``
             is set.

@@ -30,8 +30,8 @@ def dynamic_shapes(
         inputs: a tuple of positional arguments or a dict of keyword arguments, nested to any depth: tensors, numbers,
             containers, caches, registered classes.
         overrides: entries that replace the generated entries, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
-            ``{"cache.key_0": {2: Dim.DYNAMIC}}``. The entry ``None`` fixes all sizes below the path. A path to
-            the KV cache may begin with any name that transformers uses for caches. No overrides by default.
+            ``{"cache.key_0": {2: Dim.DYNAMIC}}``. The entry ``None`` fixes all sizes of the inputs at this path. A path
+            to the KV cache may begin with any name that transformers uses for caches. No overrides by default.
         bounds: the largest ``"batch"`` and ``"length"`` (in tokens), for runtimes that plan their memory:
             ``{"batch": 8, "length": 2048}``. Outside of caches, the batch is axis 0 and the length is axis 1. No bounds
             by default.
@@ -78,7 +78,7 @@ def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: Dynamic
     """Make the ``dynamic_shapes`` of one KV cache in which all keys and values have the same dynamic axes.
 
     Args:
-        cache: a KV cache of a class whose registration states ``axes``.
+        cache: a KV cache of transformers, or of a class that was registered with the argument ``axes``.
         shape_of_one: the entry for every key and value tensor, such as ``{0: "batch", 2: "length"}``.
 
     Returns:
@@ -131,7 +131,7 @@ with axes [0, 1].
 
 
 def without_names(shapes: DynamicShapes) -> DynamicShapes:
-    """Replace text such as ``"batch"`` in ``dynamic_shapes``, which ``torch.export`` refuses, by ``Dim.DYNAMIC``."""
+    """Replace names of axes in ``dynamic_shapes``, such as ``"batch"``, by ``Dim.DYNAMIC`` for ``torch.export``."""
     if isinstance(shapes, str):
         return Dim.DYNAMIC
     if isinstance(shapes, Mapping):
@@ -143,7 +143,7 @@ def without_names(shapes: DynamicShapes) -> DynamicShapes:
 
 
 def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
-    """Replace ``None`` for a container in ``dynamic_shapes``, which ``torch.export`` refuses, by ``None`` per leaf."""
+    """Replace a ``None`` for a whole container by one ``None`` for each leaf, as ``torch.export`` requires."""
     node = node_of(obj)
     if node is None or shapes is not None:
         return shapes

@@ -90,7 +90,7 @@ def format_entry(key: object) -> str:
 
 
 def class_name(cls: type) -> str:
-    """Return the full name of a class without calling code of its metaclass; ``dict`` for a built-in class."""
+    """Return the full name of a class, such as ``collections.OrderedDict``; ``dict`` for a built-in class."""
     module, name = MODULE_OF(cls), QUALNAME_OF(cls)
     return name if module == "builtins" else f"{module}.{name}"
 
@@ -101,8 +101,8 @@ class Leaf(NamedTuple):
     Attributes:
         path: key path of the leaf, as a Python expression.
         value: the leaf itself, such as a tensor or a number.
-        axes: names of the dynamic axes (``{0: "batch", 2: "length"}``), if the registration of its parent's class
-            states the axes; else ``None``. All other axes of the leaf are fixed: ``{}`` is a tensor of fixed shape.
+        axes: the names of the dynamic axes, such as ``{0: "batch", 2: "length"}``; all other axes are fixed.
+            ``{}`` for fixed shapes; ``None`` if the parent's class was not registered with ``axes`` for this leaf.
     """
 
     path: str
@@ -188,7 +188,7 @@ def recipe_for(cls: type) -> Recipe | None:
 
 
 def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
-    """Return the path at which an object contains itself, and the object's first path; ``None`` without a cycle."""
+    """Return two paths of an object that contains itself, such as ``x[0]`` and ``x``; ``None`` without a cycle."""
     for place in walk(tree, own_children):
         if place.outer is not None:
             return format_path(name, place.keys), format_path(name, place.outer)
@@ -259,9 +259,9 @@ def plain_names(tree: PyTree) -> list[str]:
 def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:
     """Return a dict from names of a graph's inputs or outputs to the positions of the leaves with these names.
 
-    Names are compared exactly and, if none is equal, in lower case with underscores for all characters except letters
-    and digits. Leaves are matched by order if no name matches (``torch.onnx.export`` names outputs ``linear_14``), or
-    if the remaining leaves have no names (entries of a tuple).
+    Names are first compared exactly. Names without an equal name are compared in lower case, with an underscore for
+    each character that is not a letter or digit. Leaves are matched by order if no name matches, or if the remaining
+    leaves have only numbers as names (entries of a tuple).
 
     >>> match(["x", "cache_key_0"], [["past_key_values.0.key", "cache.key_0"], ["x"]])
     {'x': 1, 'cache_key_0': 0}

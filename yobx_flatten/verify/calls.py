@@ -140,7 +140,7 @@ class Call:
 
 
 class FileSide(ByName):
-    """Runs a file of another exporter; casts its outputs to the model's dtypes, and cuts caches to a sliding window."""
+    """Runs a file of another exporter, and compares its outputs with the outputs of the model."""
 
     def __init__(self, runner: Runner, call: Call, outputs: Mapping[str, str]) -> None:
         super().__init__(runner, call.leaves)
@@ -225,7 +225,7 @@ _COUNTED = {"position_ids": "those that the mask counts", "attention_mask": "one
 
 
 def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:
-    """Yield calls of a model, or of a part of it, that have the same inputs as a file; the most likely call first."""
+    """Yield the calls of a model that a file may implement, beginning with the most likely call."""
     for what, module, cases in _possible(model, runner):
         # the arguments that the file lacks: those that `module` does not need, and those that the file may compute
         takes, example = inspect.signature(module.forward).parameters, cases[0].kwargs
@@ -260,7 +260,7 @@ def fitting(
     stated: Mapping[str, str],
     counted: Sequence[str] = (),
 ) -> Call | None:
-    """Return a :class:`Call` that fits file and test cases to each other; ``None`` if they have different inputs."""
+    """Return a call with test cases that a file accepts, or ``None`` if the file has other inputs than the call."""
     # counted: inputs that the file computes from other inputs
     inputs = _arguments(module, cases[0])
     names, given = leaf_names(inputs), pytree.tree_leaves(inputs)
@@ -347,7 +347,6 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
 
 
 def _tried(make: Any, *args: Any) -> list[Piece]:
-    """Return the submodules of a model that become separate files; empty if this package cannot export the model."""
     try:
         found = make(*args)
     except (FlattenError, TypeError, AttributeError, LookupError, ValueError, RuntimeError, ArithmeticError):
@@ -360,7 +359,6 @@ def _cases_of(piece: Piece, steps: int) -> list[Case]:
 
 
 def _empty_cache(piece: Piece) -> list[Case]:
-    """Return a test case with an empty KV cache; an empty list if a cache layer is not a ``DynamicLayer``."""
     layers = getattr(cache_of(piece.kwargs), "layers", None)
     if layers is None or any(type(layer).__name__ != "DynamicLayer" or layer.keys.dim() != 4 for layer in layers):
         return []
@@ -377,6 +375,6 @@ def _empty_cache(piece: Piece) -> list[Case]:
 
 
 def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) -> list[Case]:
-    """Copy into each case, as argument ``name``, the argument ``reads`` of the corresponding case in ``others``."""
+    """Return test cases with an additional argument, whose values are taken from the test cases in ``others``."""
     pairs = zip(cases, others, strict=True)
     return [dataclasses.replace(one, kwargs={**one.kwargs, name: other.kwargs[reads]}) for one, other in pairs]

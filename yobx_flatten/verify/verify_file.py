@@ -54,7 +54,8 @@ class VerifiedFile:
         why_not: the reason why nothing was compared; ``""`` if the file was compared.
         names: a dict from each input or output name of the file to the name that ``export_folder`` uses.
         not_compared: outputs of the file that the model does not return.
-        first: the first node of a wrong ONNX file whose output differs from a correct export; ``None`` if unknown.
+        first: for an ONNX file with wrong outputs, the first node whose output differs from the output in a correct
+            export; ``None`` for other files, or if this node is unknown.
     """
 
     call: str = ""
@@ -70,7 +71,7 @@ class VerifiedFile:
         return None if self.report is None or self.why_not else self.report.ok
 
     def joined(self, *others: VerifiedFile) -> VerifiedFile:
-        """Return one result with the comparisons of this result and those of ``others``, for the same file."""
+        """Return one result with the comparisons of this result and of ``others``, which are for the same file."""
         for other in others:
             if self.report is not None and other.report is not None:
                 self.report.cases += other.report.cases
@@ -114,7 +115,7 @@ class FileReport:
 
     @property
     def ok(self) -> bool | None:
-        """Whether all files match the model; ``None`` if no file differs, but a file could not be compared."""
+        """``True`` if all files match, ``False`` if a file differs, and else ``None``: a file could not be compared."""
         found = [one.ok for one in self.files.values()]
         return False if False in found else None if None in found or not found else True
 
@@ -140,16 +141,17 @@ def verify_file(
     explain: bool = True,
     on_file: Callable[[str], None] | None = None,
 ) -> FileReport:
-    """Compare a file from any exporter with its model: several sizes, a KV cache, padding, several calls in a row.
+    """Compare the outputs of a file from any exporter with the outputs of its model.
 
-    Inputs and outputs of the file are found by the names that optimum, onnxruntime-genai, transformers.js,
-    transformers' exporters and ``torch.onnx.export`` use. The model gets the same inputs as the file, in sizes that the
-    file accepts.
+    The model gets the same inputs as the file, in sizes that the file accepts. The default test inputs cover several
+    sizes and, if the file allows, padding, a KV cache and consecutive calls. The file's inputs and outputs are found by
+    the names that optimum, onnxruntime-genai, transformers.js, transformers' exporters and ``torch.onnx.export`` use.
 
     Args:
         path: an ONNX file, an OpenVINO file (``.xml``), a ``.pt2`` or ``.pte`` file, or a folder of such files.
         model: the model from which the file was exported: a module, or any ``model`` that ``export_folder`` accepts.
-        cases: test inputs, the first with the sizes of the export; by default, inputs made for a Hugging Face model.
+        cases: test inputs. The first test case has the sizes of the export. By default, the test inputs are created,
+            which is possible for Hugging Face models only.
         names: a dict from unknown names of the file's inputs and outputs to the names that files of this package have;
             empty by default.
         trust: whether you trust the file; loading a ``.pt2`` file can run code. ``False`` by default.
@@ -162,7 +164,7 @@ def verify_file(
     Raises:
         ForeignFileError: when none of the files can be opened.
         UntrustedFileError: when loading a file can run code, and ``trust`` is ``False``.
-        InvalidArgumentError: when ``names`` contains an unknown name.
+        InvalidArgumentError: when ``names`` contains an unknown name, or ``cases`` is required and missing.
 
     >>> import tempfile
     >>> linear = torch.nn.Linear(3, 2).eval()
@@ -217,7 +219,7 @@ def verify_file(
 
 
 def _weights_of(file: pathlib.Path) -> tuple[str, str]:
-    """Return the dtype and the quantization (``""`` without) of a file's weights, without running the file."""
+    """Return the dtype of a file's weights, and their quantization, such as ``"int4"``, without running the file."""
     held: list[tuple[int | str, Sequence[int]]] = []  # type and shape of each constant
     marks: list[str] = []  # operators or types, some of which show quantized weights
     if file.suffix == ".onnx":

@@ -1,9 +1,9 @@
 """Detect that another rank has failed, ended or was stopped, and raise an error in the current call of this rank.
 
 A failed rank writes a message to the key-value store of ``torch.distributed``, which a thread of every rank reads ten
-times a second. A gloo collective waits until the job's timeout for a process that a signal (SIGSTOP) has stopped. To
-end such waits after ``Alarm.patience`` seconds, a watchdog thread kills stopped processes on its machine, and closes
-all connections if a process on another machine sends no heartbeat. The watchdog also works while the store is stopped.
+times a second. A gloo collective waits until the job's timeout for a process that a signal (SIGSTOP) has stopped.
+Therefore a watchdog thread of each rank kills processes of its machine that were stopped for ``Alarm.patience``
+seconds. If a process on another machine sends no heartbeat for this time, the rank closes all connections.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Alarm:
             self._listener = listener
 
     def take_step_failure(self) -> tuple[int, str] | None:
-        """Return and clear the message of a failed optimizer step (rank and error); wait for it up to one second."""
+        """Return the rank and the error of a failed optimizer step; ``None`` if no step failed."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._step_failure is None and self._gone is None and time.monotonic() < deadline:
             time.sleep(_PERIOD / 4)
@@ -82,14 +82,14 @@ class Alarm:
         return found
 
     def find_gone(self) -> list[int]:
-        """Return the ranks that do not answer a message; if the store does not answer, return rank 0, which runs it."""
+        """Return the ranks that do not answer a message, or rank 0 if the key-value store does not answer."""
         if self._gone is None and self._store is not None and self._size > 1:
             try:
                 self._gone = self._ask() or None
                 if self._gone:
                     self.send({"gone": self._gone})
             except RuntimeError:
-                self._gone = [0] if self._rank else []
+                self._gone = [0] if self._rank else []  # rank 0 or its machine runs the store
         return self._gone or []
 
     def _ask(self) -> list[int]:
@@ -105,7 +105,7 @@ class Alarm:
         return sorted(missing) if self._gone is None else self._gone
 
     def seconds_stopped(self, rank: int) -> float:
-        """Return how many seconds a rank's process was stopped (SIGSTOP) before it ended; 0 if it ended long ago."""
+        """Return how many seconds a signal (SIGSTOP) has recently stopped the process of a rank."""
         seconds, seen = self._last_stop.get(rank, (0.0, 0.0))
         return seconds if time.monotonic() - seen < _RECENT else 0.0
 
@@ -224,7 +224,7 @@ class Alarm:
 def _watch(alarm: weakref.ref[Alarm]) -> None:
     while (found := alarm()) is not None and not found._closed.is_set():
         found._end_stopped()
-        found._give_up_silent()
+        found._give_up_silent()  # also works while the store does not answer
         closed = found._closed
         del found
         closed.wait(_LOOK)
@@ -291,7 +291,7 @@ class Process(NamedTuple):
 
 
 def _state(number: int) -> tuple[str, str]:
-    """Return state and start time of a process; state ``"X"`` if there is no such process, ``""`` without ``/proc``."""
+    """Return the state and the start time of a process as Linux reports them, with ``"X"`` for an ended process."""
     with contextlib.suppress(OSError):
         # the program name, in parentheses, may contain spaces and parentheses
         fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -300,7 +300,7 @@ def _state(number: int) -> tuple[str, str]:
 
 
 class News:
-    """Stops one call of this rank, also while it waits for summed gradients, when another rank fails."""
+    """Stops a pipeline call on this rank when another rank fails during the call."""
 
     def __init__(self) -> None:
         self.reason: BaseException | None = None

@@ -1,9 +1,9 @@
 """Create the default process group of a torchrun job, also after torchrun has restarted the processes.
 
 After a restart with ``--max-restarts``, torchrun's key-value store still contains the addresses of ended processes, to
-which gloo would connect (https://github.com/pytorch/pytorch/issues/167288). So the running processes agree on a new
-prefix for their keys in the store. The number of restarts cannot be this prefix, because each machine counts only its
-own restarts (https://github.com/pytorch/pytorch/issues/135712).
+which gloo would connect (https://github.com/pytorch/pytorch/issues/167288). Therefore the restarted processes agree on
+a new prefix for their keys in the store. The number of restarts cannot serve as the prefix of the keys, because each
+machine counts only its own restarts (https://github.com/pytorch/pytorch/issues/135712).
 """
 
 from __future__ import annotations

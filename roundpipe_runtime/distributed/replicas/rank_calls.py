@@ -261,7 +261,7 @@ class RankCalls(OneGroup):
         )
 
     def summed(self, engine: Engine, call: RankCall, work: Callable[[], None]) -> Any:
-        """Run ``work`` (forward and backward), write the gradients when all ranks have succeeded; return the loss."""
+        """Run ``work`` (forward and backward), and write the gradients when all ranks have succeeded."""
         # Within `no_sync()` nothing is sent. The next call adds its gradients to the kept sums, and sends the sums
         # after the backward.
         is_late = self._is_deferred or bool(self._kept)
@@ -281,7 +281,7 @@ class RankCalls(OneGroup):
     def _judge(
         self, call: RankCall, reduction: Reduction, summed: Future[None] | None, failure: BaseException | None
     ) -> list[Verdict]:
-        """Exchange losses or errors with all ranks; return them if all ranks have succeeded, else raise an error."""
+        """Exchange losses or errors with all ranks, and raise an error if any rank has failed."""
         is_own = failure is not None and not isinstance(failure, errors.StoppedByRankError)
         if is_own:
             # The other ranks exchange verdicts only after their work. The alarm stops the work.

@@ -31,7 +31,7 @@ class BatchLoss(Protocol):
     """The interface of a loss that is computed once for the whole batch, as the loss is not a sum over microbatches."""
 
     def state(self, group: Sequence[Any]) -> Any:
-        """Return the data of a group's outputs that other ranks need for their loss: plain values and CPU tensors."""
+        """Return the outputs of one group of rows in a form that can be sent to the other ranks for the loss."""
 
     def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
         """Return the loss of the whole batch, and the outputs of this rank joined into one."""
@@ -47,7 +47,7 @@ class RankGroups(RankCalls):
     def forward(
         self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
     ) -> Any:
-        """Run this rank's rows forward; a later ``backward`` through the outputs sums gradients over all ranks."""
+        """Run the forward for the rows of the batch that belong to this rank."""
         if not config.requires_grad or self.replicas == 1:
             return super().forward(engine, args, kwargs, config)
         passes = GroupPasses(with_rows(engine.cut(FlatBatch.of(args, kwargs, None), config)), config)

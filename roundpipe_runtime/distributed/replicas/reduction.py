@@ -1,8 +1,8 @@
 """Sum gradients over groups of batch rows, layer by layer, in the same order for any number of ranks.
 
-Each rank runs its groups of batch rows one after the other. For each group, an all-to-all exchange sends every row of a
-layer's gradients to the rank that sums this row, last layer first. Each rank adds up the gradients that it receives in
-ascending order of the groups of batch rows. A failed rank sends zeros until all ranks have stopped.
+Each rank runs its groups of batch rows one after the other. For each group and layer, an all-to-all exchange sends the
+gradients of each parameter row to the rank that sums this row. The last layer is exchanged first. Each rank adds the
+gradients that it receives in ascending order of the groups. A failed rank sends zeros until all ranks have stopped.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Reduction:
         self.had: set[tuple[int, int]] = set()
 
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
-        """Store a layer's gradients for one group of batch rows; :meth:`run` removes each gradient that it sends."""
+        """Store the gradients of one layer for one group of batch rows."""
         with self._changed:
             # setdefault: an empty mapping for a layer must not replace gradients that have arrived
-            self._landed.setdefault((turn, layer), gradients)
+            self._landed.setdefault((turn, layer), gradients)  # `run` removes each gradient that it sends
             self._changed.notify_all()
 
     def stop(self) -> int:
@@ -79,9 +79,9 @@ class Reduction:
             return self._begun
 
     def finish(self, begun: int) -> None:
-        """Let :meth:`run` end after ``begun`` gradient exchanges, in which other ranks may already wait."""
+        """Let :meth:`run` end as soon as it has made ``begun`` gradient exchanges."""
         with self._changed:
-            self._limit = begun
+            self._limit = begun  # other ranks may already wait in these exchanges
             self._changed.notify_all()
 
     def run(self) -> None:
@@ -112,7 +112,7 @@ class Reduction:
 
     @torch.no_grad()
     def _exchanged(self, turn: int, number: int, bucket: Bucket, *, is_giver: bool) -> torch.Tensor:
-        """Exchange the gradients of a bucket, and return the sum of those received for the bucket until now."""
+        """Exchange the gradients of a bucket between ranks, and return the sum of all gradients received so far."""
         ranks = self._ranks
         cuts = [self._pieces(parameter.detach()) for parameter in bucket.parameters]
         sizes = [sum(cut[rank].numel() for cut in cuts) for rank in range(ranks.size)]
@@ -162,7 +162,7 @@ class Reduction:
 
     @torch.no_grad()
     def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
-        """Return the summed gradients of this rank's shard; if several ranks have this shard, get a part from each."""
+        """Return the summed gradients of the parameter rows that this rank's optimizer updates."""
         ranks = self._ranks
         rows, gathered = [], []
         at = 0
@@ -170,7 +170,7 @@ class Reduction:
             piece = self._pieces(parameter.detach())[ranks.rank]
             found = total[at : at + piece.numel()].view(piece.shape)
             at += piece.numel()
-            if ranks.num_copies > 1 and is_cut(parameter):
+            if ranks.num_copies > 1 and is_cut(parameter):  # each rank with this shard has summed a part of it
                 shard = shards(parameter.detach(), ranks.num_shards)[ranks.rank % ranks.num_shards]
                 whole = torch.empty(shard.shape, dtype=total.dtype)
                 parts = shards(whole, ranks.num_copies)

@@ -1,4 +1,4 @@
-"""Choose the rows of each global batch that a rank trains, independent of the number of ranks."""
+"""Choose which rows of each global batch a rank trains."""
 
 # global batch   rows 5 2 9 0 7 | 4 1 8 3 6        the same draw on all ranks, from one seed
 # 4 groups       5 2 | 9 | 0 | 7                   groups of rows, whatever the number of ranks
@@ -23,14 +23,14 @@ from .reduction import rows_of_rank
 class ReplicaBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for a ``DataLoader`` that gives each rank its share of the rows of each batch.
 
-    A global batch is split into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``. Rank ``r`` gets
-    the groups of rows with the numbers ``r``, ``r + size``, ``r + 2 * size`` and so on. The groups, and therefore the
-    results of a training, do not depend on the number of ranks. If the last batch has too few rows for all ranks, some
-    ranks get an empty list: see :func:`collate_with_empty`.
+    A global batch is split into ``replicas`` groups of rows, with the sizes that ``torch.tensor_split`` gives. Rank
+    ``r`` gets the groups of rows with the numbers ``r``, ``r + size``, ``r + 2 * size`` and so on. The groups, and
+    therefore the results of a training, do not depend on the number of ranks. If the last batch has too few rows for
+    all ranks, some ranks get an empty list of rows (see :func:`collate_with_empty`).
 
     Args:
-        batches: for each global batch, a list of indices of data set rows, equal on all ranks; a ``BatchSampler``, or
-            any iterable that can be iterated several times.
+        batches: a ``BatchSampler``, or any iterable that can be iterated several times. For each global batch, it
+            yields a list of indices of data set rows. All ranks need the same lists.
         model: pipeline with a mesh, from which ``replicas``, ``rank`` and ``size`` are read.
         replicas: number of groups of rows into which each global batch is split.
         rank: rank of this process.
@@ -75,7 +75,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     @property
     def replicas(self) -> int:
-        """The number of groups of rows per global batch: the argument ``replicas``, by default that of ``model``."""
+        """The number of groups of rows per global batch: the argument ``replicas``, or else ``model.replicas``."""
         # read from the pipeline each time, since a loaded checkpoint can change it
         replicas: int = self._model.replicas if self._replicas is None else self._replicas
         return replicas

@@ -1,8 +1,8 @@
 """Keep a large embedding or head matrix (a table) on the host, and copy rows or slices when a layer needs them.
 
 A :class:`HostTable` replaces the parameter: a tensor with the parameter's shape and no memory. Operations that need
-only some rows or slices of the table copy these parts to the device (`on_tables`). Operations that are not adapted to
-parts of the table first copy the whole embedding or head matrix to the device.
+only some rows or slices of the table copy these rows or slices to the device (`on_tables`). All other operations first
+copy the whole embedding or head matrix to the device.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class TableAccess:
         return self._up_part(torch.index_select(self.source, 0, numbers, out=like))
 
     def slices(self, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield slices of the table with at most ``rows`` rows; each slice is freed when the next one is requested."""
+        """Yield the row range and the device copy of each slice of the table, with at most ``rows`` rows per slice."""
         computed: collections.deque[torch.Event] = collections.deque()
         for start in range(0, self.size, rows):
             while len(computed) > 1:  # otherwise the host runs ahead and fills the device with slices
@@ -237,7 +237,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distinct indices, ascending, on the host; and each index's position among them, on the device."""
+    """Return the distinct indices in ascending order, and the position of each index among the distinct indices."""
     if numbers.is_meta:  # as many as possible
         return numbers.new_empty(min(numbers.numel(), access.size)), torch.empty_like(numbers)
     found, places = torch.unique(access.down(numbers), return_inverse=True)
@@ -298,7 +298,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class HostSum:
-    """The sum in CPU memory of the gradients of rows or slices of one parameter; :meth:`result` waits for the sum."""
+    """Adds up the gradients of rows or slices of one parameter in CPU memory."""
 
     # form: shape and dtype of the sum
     # memory: function that returns host memory for the sum. Default: new memory.
@@ -325,8 +325,8 @@ class HostSum:
         return self._total
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Queue the gradient of the rows ``place`` (indices); add all but the last ``waiting`` gradients to the sum."""
-        # place: slice, or distinct row indices
+        """Queue the gradient of some rows of the parameter, which is added to the sum later."""
+        # place: slice, or distinct row indices; waiting: number of last gradients that stay in the queue
         assert self.total is not None
         with self._lock:
             self._coming.append((place, gradient, arrived))

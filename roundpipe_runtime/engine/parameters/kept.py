@@ -1,7 +1,7 @@
 """Keep copies of parameters on a device, and reuse the copies in later pipeline stages and training steps.
 
-Frozen parameters are kept with priority, because trained parameters are copied again after each optimizer step. The
-least recently used copy is not evicted first, because a device runs all layers in turn and needs that copy next.
+Frozen parameters are kept with priority, because trained parameters are copied again after each optimizer step. Copies
+are not evicted in least-recently-used order, because the layer that a device ran longest ago is the one it runs next.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class KeptParameters:
         version: int,
         copy: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, bool]:
-        """Return the copy of a parameter on a device, uploaded if missing, and whether later stages reuse the copy."""
+        """Return the copy of a parameter on a device, and whether the copy stays there for later stages."""
         key, copies = id(parameter), self._copies[device.name]
         here = copies.get(key)
         if here is not None:
@@ -169,7 +169,7 @@ class GradientMemory:
         return sum(places.nbytes for places in self._sets)
 
     def prepare(self, contents: Sequence[LayerContents], dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
-        """Set the bytes of pinned memory for each gradient of the next backward; free pinned memory not in use."""
+        """Set the sizes of pinned memory for the gradients of the next backward."""
         trained = [(layer.index, p) for layer in contents for p in layer.parameters() if p.requires_grad]
         sizes: dict[Hashable, int] = {(index, id(p)): p.numel() * dtype(p).itemsize for index, p in trained}
         if sizes != self._sizes:
@@ -178,7 +178,7 @@ class GradientMemory:
             self._sets = [places for number, places in enumerate(self._sets) if number == 0 or places.is_held]
 
     def take(self, layer: int, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return pinned memory for a gradient; ``None`` if it is sparse, or its size is not as expected."""
+        """Return pinned memory for a gradient, or ``None`` if the gradient is sparse or has an unexpected size."""
         key = layer, id(parameter)
         if gradient.layout != torch.strided or self._sizes.get(key) != gradient.nbytes:
             return None

@@ -142,7 +142,7 @@ class LayerOnDevice:
         return copy
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call ``function()`` while the module's parameters and buffers are the device copies, one thread at a time."""
+        """Call ``function()`` while the device copies replace the parameters and buffers of the module."""
         buffers, states = self.contents.buffers, self.contents.states
         is_trained = self.contents.module.training and torch.is_grad_enabled()
         versions = [copy._version for _, _, copy, _ in self._places] if is_trained else []
@@ -184,7 +184,7 @@ class LayerOnDevice:
         return [*self._parameters.values(), *(leaf for table in self._tables.values() for leaf in table.leaves)]
 
     def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Raise an error if the layer wrote to a parameter copy, found by comparison with the values on the host."""
+        """Raise an error if the layer has changed the values of a parameter's copy on the device."""
         copies: list[tuple[nn.Parameter | None, nn.Parameter]] = []
         for _, _, copy, parameter in self._places:  # `None` for a table of which no code needed the whole
             table = self._tables.get(parameter)
@@ -212,7 +212,7 @@ class LayerOnDevice:
     def _are_as_copied(
         self, copy: torch.Tensor, source: torch.Tensor, dtype: torch.dtype | None = None
     ) -> bool | torch.Tensor:
-        """Return whether a copy equals the values on the host; for an accelerator, the result is a tensor on it."""
+        """Return whether the copy of a parameter on the device equals the values on the host."""
         # dtype: dtype to which the copy was rounded. Default: that of the source.
         is_wrapper = of_torch.is_traceable_wrapper_subclass(source)
         if is_wrapper or source.is_inference() or source.layout != torch.strided:
@@ -416,7 +416,7 @@ SETTING_NOTHING_TO_ITSELF = _patch()
 
 
 def forget_parametrized(module: nn.Module) -> None:
-    """Clear torch's cached parametrized values of a module, which were computed from other copies of parameters."""
+    """Clear torch's cache of the parametrized values of a module."""
     # threads share torch's cache: while one thread is in `cached()`, cached values of other threads remain
     if cached := of_torch.cached_parametrizations():
         own = set(map(id, module.modules()))

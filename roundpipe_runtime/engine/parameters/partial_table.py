@@ -50,7 +50,7 @@ def runs_of(rows: Iterable[int]) -> Runs:
 
 
 class PartialTable:
-    """Device memory for a parameter whose rows are copied when a layer reads them; later calls may reuse the rows."""
+    """Device memory of a parameter whose rows are copied to the device when a layer reads the rows."""
 
     # tensor: memory of the device
     # by_rows: whether rows are copied one by one; otherwise all of the parameter is copied or none of it
@@ -218,7 +218,7 @@ class RoutedParameters:
 
 
 def find_groups(layer: LayerContents) -> dict[str, Members]:
-    """Return the weights of the experts of a layer, by name; a call may need the weights of some experts only."""
+    """Return the weights of the experts of a layer, by the name of the weight."""
     # Names have `*` instead of an index in a list. If an expert itself is a `ModuleDict`, the names contain its keys.
     names = dict(_names(layer.module, ""))
     times = collections.Counter(id(slot.parameter) for slot in layer.slots)
@@ -240,7 +240,6 @@ def find_groups(layer: LayerContents) -> dict[str, Members]:
 
 
 def _names(module: nn.Module, prefix: str) -> Iterator[tuple[int, str]]:
-    """Yield id and name prefix of each module: ``*`` stands for list indices and for keys of a dict of experts."""
     yield id(module), prefix
     is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and not prefix.endswith("*."))
     for name, child in module._modules.items():
@@ -249,7 +248,7 @@ def _names(module: nn.Module, prefix: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_plain(parameter: nn.Parameter, source: torch.Tensor) -> bool:
-    """Return whether single rows of a parameter can be copied: ``source`` is a plain contiguous tensor on the host."""
+    """Return whether single rows of a parameter can be copied from ``source``, its tensor on the host."""
     is_known = type(parameter) is nn.Parameter and type(source) in (nn.Parameter, torch.Tensor)
     is_strided = source.layout == torch.strided and source.is_contiguous() and source.device.type == "cpu"
     return is_known and is_strided and source.is_floating_point() and not source.is_inference() and source.numel() > 0
@@ -281,7 +280,7 @@ class KnownRows:
         self._rows: list[int] = []
 
     def find(self, of: torch.Tensor, find: Callable[[torch.Tensor], list[int]]) -> list[int]:
-        """Return the rows that an index tensor selects: cached rows, or those that ``find`` reads from the device."""
+        """Return the rows that an index tensor selects, from the cache if the tensor is unchanged."""
         known = None if self._of is None else self._of()
         if known is of and self._version == of._version:
             return self._rows
@@ -374,7 +373,6 @@ def _named(index: Any, rows: int, known: KnownRows) -> Sequence[int] | None:
 
 
 def _nonempty(ends: torch.Tensor) -> list[int]:
-    """Return the indices of non-empty row groups, given the end of each group."""
     return [group for group, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])) if end > start]
 
 
@@ -385,7 +383,7 @@ def _distinct(indices: torch.Tensor) -> list[int]:
 
 
 def _product_alone(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the result of a grouped product, and, if gradients are enabled, the gradient of its first operand."""
+    """Run the forward and, if gradients are enabled, the backward of a grouped matrix product."""
     given = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
     if not (torch.is_grad_enabled() and given[0].is_floating_point()):
         return [func(*given, **kwargs)]
@@ -416,7 +414,7 @@ class PartialLayer:
         return reserved
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
-        """Register a parameter whose rows are copied when read; copy all rows now if the plan lacks the parameter."""
+        """Register a parameter whose rows are copied to the device when a layer reads the rows."""
         # copy: the tensor that layers compute with, which shares the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:
@@ -428,8 +426,8 @@ class PartialLayer:
             self._tables[id(parameter)] = table, copy
 
     @contextlib.contextmanager
-    def standing(self) -> Iterator[None]:
-        """Copy parameters to the device when the with block reads them; the caller holds the layer's lock."""
+    def standing(self) -> Iterator[None]:  # the caller holds the layer's lock
+        """In the with block, copy each parameter to the device as soon as an operation reads it."""
         swapped: list[tuple[nn.Module, dict[str, Any], ParametersOnDemand]] = []
         unread = {key: found for key, found in self._tables.items() if not found[0].is_read}
         whole: dict[int, list[ParameterSlot]] = {}
@@ -468,7 +466,7 @@ class PartialLayer:
         return [(copy[start:stop], source[start:stop]) for start, stop in runs_of(table.table.present)]
 
     def gradient_runs(self, parameter: nn.Parameter, gradient: torch.Tensor) -> Runs | None:
-        """Return the rows whose gradients may be nonzero, and are copied to the host; ``None`` for all rows."""
+        """Return the ranges of rows whose gradients may be nonzero, or ``None`` for all rows."""
         table, _ = self._tables.get(id(parameter), (None, None))
         if table is None or not table.by_rows or table.is_read or gradient.layout != torch.strided:
             return None

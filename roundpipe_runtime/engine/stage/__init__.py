@@ -1,1 +1,1 @@
-"""Run a pipeline stage on a device: its layers, the loss, and their gradients."""
+"""Run one pipeline stage on one device: the forward and backward of layers, and the loss."""

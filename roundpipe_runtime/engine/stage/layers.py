@@ -66,7 +66,7 @@ class StageLayers:
         return self.here[layer]
 
     def upload_ready(self) -> None:
-        """Upload the stage's next layers up to one that waits for its update; later layers are uploaded when called."""
+        """Upload the next layers of the stage, but stop before a layer whose optimizer update is still running."""
         for layer in self.stage.layers[len(self.here) :]:
             # A layer whose update is still running would delay layers that are ready. The stage waits when it needs the
             # layer.
@@ -228,7 +228,7 @@ class LayerCall(CallState):
             self.attempt_with_all(as_leaves=False)
 
     def _versions(self) -> list[int]:
-        """Return the version counters of all inputs and buffers; torch counts in-place writes."""
+        """Return the numbers of in-place writes to each input and buffer, which torch counts."""
         return [tensor._version for tensor in (*self.values.tensors, *self.resident.buffers)]
 
     def is_repeatable(self) -> bool:

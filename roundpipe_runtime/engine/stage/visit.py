@@ -36,7 +36,7 @@ _NO_MODES = contextlib.nullcontext()
 
 
 def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, kind: type[Visit]) -> None:
-    """Run a pipeline stage with all microbatches; results and errors are stored in ``run``, and no error is raised."""
+    """Run a pipeline stage with all microbatches, and store its results or its error in ``run``."""
     # following: stage that the device runs next, which is uploaded as soon as there is room
     # kind: class that runs the stage
     visit = kind(run, stage, device, following)
@@ -156,7 +156,6 @@ class Visit:
         module = resident.contents.module
 
         def alone(call: Callable[[], None]) -> None:
-            """Run a backward that may repeat forward code and draw random numbers, while no other thread draws."""
 
             def steadily() -> None:  # within the lock: a draw of another thread would look like one of the layer
                 with steady_draws(self.spec, self.generator):
@@ -181,7 +180,7 @@ class Visit:
         return results
 
     def _drop_graph(self, graph: LayerGraph) -> None:
-        """Release the autograd graph of a layer call; a later backward through this layer call raises an error."""
+        """Release the autograd graph of a layer call, so that a second backward raises an error."""
         graph.exits.clear()
         if any(entry is not None for entry in graph.entries):
             watch_escaped(graph.entries, self.layers.here[graph.layer].title)
@@ -234,7 +233,7 @@ class Visit:
 
     @contextlib.contextmanager
     def _attributes(self, resident: LayerOnDevice, key: tuple[int, int], kind: CallKind) -> Iterator[None]:
-        """In a recomputation, give the layer the attributes from before its forward; restore the current ones after."""
+        """In the with block of a recomputation, give a layer the attributes that it had before its forward."""
         module, known = resident.contents.module, resident.traits.changes_attributes
         with resident.contents.lock:
             before = Snapshot.of_attributes(module)
@@ -256,7 +255,7 @@ class Visit:
     def _look(
         self, resident: LayerOnDevice, microbatch: int, kind: CallKind, result: LayerCall, exits: Sequence[torch.Tensor]
     ) -> None:
-        """Check that recomputed outputs are unchanged, and gradients reach only inputs and parameters of the layer."""
+        """Check that recomputed outputs are unchanged, and that gradients reach only tensors of the layer."""
         key = resident.contents.index, microbatch
         if kind != "forward":
             check_leaves(resident.contents, exits, result.entries, resident.parameters(), self.spec.contents)
@@ -337,7 +336,7 @@ class Visit:
 
 
 class CopyVisit(Visit):
-    """Runs one of several copies of the last stage; the copy that runs last adds the gradients of the other copies."""
+    """Runs the last pipeline stage on one of several devices that share the microbatches."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

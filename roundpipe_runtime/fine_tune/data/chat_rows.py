@@ -35,7 +35,7 @@ class ChatRows:
     Attributes:
         ids: tokens of each row, int32.
         labels: ``ids``, with -100 for tokens that are excluded from the loss.
-        positions: position of each token in its conversation, for packed rows; empty otherwise.
+        positions: for packed rows, the position of each token in its conversation. Empty for other rows.
         training: indices of the training rows, of shape (rows,).
         held_out: indices of the rows that only evaluation reads.
         length: largest number of tokens that a row can have.
@@ -119,7 +119,8 @@ def read_chats(
         tokenizer: tokenizer of a model with a chat template.
         length: largest number of tokens of a row; longer conversations are cut.
         template: file with a chat template. Default: the tokenizer's chat template.
-        ignored: fields of rows and messages that are ignored. A field that is unknown and not ignored is an error.
+        ignored: names of fields to ignore in rows and messages. The fields ``id`` and ``tool_call_id`` are always
+            ignored. Other fields are an error if the chat template does not use them.
         packed: whether a row holds as many conversations as fit.
         eval_share: share of the rows that is held out for evaluation, from 0 to 1.
         seed: seed for the choice of the held-out rows.
@@ -129,8 +130,9 @@ def read_chats(
         The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: a row of a file is not a conversation; the template does not read a field or a message of a row;
-            or no answer is left to train on.
+        FineTuneError: a row of a file is not a conversation, the chat template omits a message, a field of a message or
+            a field of a row, or no conversation has an answer in its first ``length`` tokens. A token that is not below
+            ``vocab_size`` is also an error, and so are too few rows to hold one out.
     """
     encode = Encoder(tokenizer, template)
     found = [encode(conversation) for conversation in read_conversations(find_texts(names), ignored)]
@@ -149,7 +151,7 @@ def make_chat_rows(
         conversations: tokens of each conversation.
         length: largest number of tokens of a row; longer conversations are cut.
         packed: whether a row holds as many conversations as fit.
-        eval_share: share of held-out rows, from 0 to 1.
+        eval_share: share of the rows that is held out for evaluation, from 0 to 1.
         seed: seed for the choice of the held-out rows.
 
     Returns:
@@ -203,10 +205,10 @@ def make_chat_rows(
 
 
 def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
-    """Assign conversations to rows: the longest first, each to the fullest row that has space for the conversation."""
+    """Return the indices of the conversations in each row, so that rows of ``length`` tokens have little free space."""
     rows_with_room: dict[int, list[list[int]]] = collections.defaultdict(list)
     rows: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):  # longest first, into the fullest row
         needed = lengths[number]
         room = min((left for left, found in rows_with_room.items() if found and left >= needed), default=None)
         if room is None:

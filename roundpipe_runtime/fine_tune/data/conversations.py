@@ -5,9 +5,9 @@ r"""Read conversations in four common forms, tokenize them with a chat template,
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
     ...................................................^^^^^^^^^^^^^^^^^ count
 
-A template with ``{% generation %}`` blocks marks the answers itself, and TRL has such a template for many models. For a
-template without ``{% generation %}`` blocks, messages are rendered twice, up to an answer and with this answer; the
-answer is the added text. A conversation is refused if the template omits a message or a field of it.
+A template with ``{% generation %}`` blocks marks the answers. TRL contains templates with such blocks for many models.
+If there is no template with such blocks, or if some answers do not count, messages are rendered twice: without an
+answer, and with it. The added text is the answer. A conversation is refused if the template omits a message or a field.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Encoder:
         self._variables = variables - {*_OWN, *self._inner.special_tokens_map}
 
     def _training_template(self) -> str | None:
-        """Return TRL's version of the tokenizer's chat template, which marks answers; ``None`` if TRL has none."""
+        """Return TRL's version of the tokenizer's chat template, in which answers are marked, or ``None``."""
         if not self._has_template or self._marks_answers:
             return None
         from trl.chat_template_utils import get_training_chat_template
@@ -117,7 +117,7 @@ class Encoder:
         return made
 
     def _check_read(self, conversation: Conversation, whole: str) -> None:
-        """Refuse a conversation that the template does not render as a whole."""
+        """Raise an error if the chat template omits a message of a conversation, or a field of a message."""
         messages = conversation.messages
 
         def is_alike(changed: Sequence[Message]) -> bool:
@@ -187,7 +187,6 @@ class Encoder:
 
 
 def _variables(templates: Iterable[str]) -> set[str]:
-    """Return the names of the variables that chat templates read from a message or row."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -297,12 +296,11 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
 
 
 def _is_empty(value: Any) -> bool:
-    """Return whether a field counts as missing, because the library ``datasets`` stores missing fields as empty."""
-    return value is None or (isinstance(value, (str, list, dict)) and not value)
+    return value is None or (isinstance(value, (str, list, dict)) and not value)  # how `datasets` stores missing fields
 
 
 def _form_of(row: Mapping[str, Any], place: str) -> tuple[Sequence[str], Any, Any]:
-    """Return which fields of a row hold its conversation, the prompt, and the answers (text, or a list of messages)."""
+    """Return the names of the fields that contain the conversation, and the prompt and the answers in these fields."""
     for name in _LISTS:
         if isinstance(row.get(name), list):
             return [name], [], row[name]

@@ -1,4 +1,4 @@
-"""Read text, JSON lines and what the library `datasets` reads, and tokenize the text into rows of equal length.
+"""Read documents from files of several formats, and tokenize the documents into rows of equal length.
 
 ::
 
@@ -83,7 +83,7 @@ def is_saved(folder: pathlib.Path) -> bool:
 
 
 def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
-    """Yield the text of documents in several strings each, with ``END`` after each document."""
+    """Yield the texts of documents, in one or several strings per document, with ``END`` after each document."""
     # field: field of JSON and of tables that holds the text
     wanted = f'Each line must be an object like {{"{field}": "..."}}'
     for path in paths:
@@ -121,11 +121,11 @@ def _plain(path: pathlib.Path) -> Iterator[str]:
 
 
 def _opened(path: pathlib.Path) -> io.BufferedReader:
-    """Open a file of text, and refuse UTF-16 and UTF-32, in which ASCII text has zero bytes."""
+    """Open a text file, and raise an error if its encoding is probably UTF-16 or UTF-32."""
     file = open_regular(path, failure=FineTuneError)
     begin = file.read(4096)
     file.seek(0)
-    zeros = begin[::2].count(0), begin[1::2].count(0)
+    zeros = begin[::2].count(0), begin[1::2].count(0)  # in UTF-16 and UTF-32, ASCII text has zero bytes
     if sum(zeros) > len(begin) // 4 or begin.startswith((b"\xff\xfe", b"\xfe\xff")):
         file.close()
         has_mark, of_four = begin.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")), sum(zeros) > len(begin) // 2
@@ -140,7 +140,7 @@ def _iconv(encoding: str, path: pathlib.Path) -> str:
 
 
 def read_rows(path: pathlib.Path, wanted: str, field: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the place (``FILE:LINE``, or ``FILE, row NUMBER``) and the value of each row."""
+    """Yield the position of each row in a file, as ``FILE:LINE`` or ``FILE, row NUMBER``, and the row itself."""
     # wanted: sentence for errors about the form of a row
     # field: the only column of a table that is read. Default: all.
     if path.is_dir() or path.suffix.lower() in _TABLES:
@@ -216,7 +216,7 @@ class Blocks:
         tokens: tokens, of shape (rows, length), int32.
         training: indices of the training rows, of shape (rows,).
         held_out: indices of the rows that only evaluation reads.
-        left_over: number of tokens at the end that do not fill a row.
+        left_over: number of tokens at the end of the text that do not fill a row.
         digest: hash that is equal for equal tokens in rows of equal length.
     """
 
@@ -326,15 +326,15 @@ def make_blocks(tokens: torch.Tensor, *, length: int, eval_share: float = 0.0, s
     Args:
         tokens: sequence of tokens, of shape (tokens,).
         length: number of tokens per row.
-        eval_share: share of held-out rows, from 0 to 1; above 0, at least one row is held out, and at least one row is
-            left for training.
+        eval_share: share of the rows that is held out for evaluation, from 0 to 1. If the share is above 0, at least
+            one row is held out, and at least one row is left for training.
         seed: seed for the choice of the held-out rows.
 
     Returns:
         The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: the tokens do not fill a row, or fill only one row but two are needed.
+        FineTuneError: the tokens do not fill a row, or they fill only one row and ``eval_share`` is above 0.
 
     >>> made = make_blocks(torch.arange(10, dtype=torch.int32), length=3, eval_share=0.3)
     >>> made.tokens.shape, len(made.training), len(made.held_out), made.left_over

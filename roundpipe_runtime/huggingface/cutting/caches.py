@@ -183,7 +183,7 @@ def home(model: TransformersModel) -> Any:
 
 
 def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
-    """Replace each item of a tuple or mapping by the value that ``pairs`` has for the item's ``id()``."""
+    """Replace items of a tuple or mapping; ``pairs`` maps the ``id()`` of an old item to the new item."""
     if type(values) is tuple:
         return tuple(pairs.get(id(value), value) for value in values)
     for name, value in list(values.items()) if isinstance(values, dict) else ():
@@ -193,7 +193,6 @@ def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
 
 
 def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a function that splits arguments, with a ``HeldCache`` among the keyword arguments, into microbatches."""
     # cut: split function for the other arguments; `None` for the default
 
     def split_input(args: Any, kwargs: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
@@ -246,7 +245,7 @@ _Described: TypeAlias = tuple[type, pytree.TreeSpec, tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeCache:
-    """A KV cache that the model created for a layer, stored without tensors: a :class:`Key` stands for each tensor."""
+    """Describes a KV cache that the model created for a layer; a :class:`Key` stands for each tensor of the cache."""
 
     empty: Any  # the cache without entries
     # description of each entry, by part; `None` for an entry that the layer does not read
@@ -272,7 +271,6 @@ class MadeCache:
         return {leaf for _, _, leaves in held for leaf in leaves if isinstance(leaf, Key)}
 
     def build(self, values: Mapping[Key, torch.Tensor]) -> Any:
-        """Return a KV cache with the tensors in ``values``, which records the layers of the cache that are read."""
         return with_layers(self.empty, [_MadeEntries(_entry(one, values) for one in part) for part in self.entries])
 
 
@@ -325,7 +323,6 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
 
 
 def without_caches(output: PyTree) -> PyTree:
-    """Remove KV caches, which the caller did not request, from a model's output; a mapping is changed in place."""
     if isinstance(output, dict):
         for name in [name for name, value in output.items() if is_cache(value)]:
             output[name] = None

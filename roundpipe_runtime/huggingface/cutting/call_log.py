@@ -80,7 +80,7 @@ class CallSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedded:
-    """Key, shape and dtype of the output of an embedding that only the first module of the pipeline computes."""
+    """Describes the output of an embedding that only the first module of the pipeline computes."""
 
     key: Key
     shape: torch.Size
@@ -89,7 +89,7 @@ class Embedded:
 
 @dataclasses.dataclass(frozen=True)
 class CallLog(Static):
-    """Arguments and results of all layer calls of one microbatch until now; a :class:`Key` stands for each tensor."""
+    """The layer calls of one microbatch so far, with their arguments and results; a `Key` stands for each tensor."""
 
     calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # calls by position in the plan
     needed: frozenset[Key] = frozenset()  # keys of the tensors without which the next phase cannot continue
@@ -138,7 +138,8 @@ class Candidate:
 def candidates(model: nn.Module) -> list[Candidate]:
     """Return the outermost lists of modules in a model, largest first.
 
-    Each list has at least two modules, all with parameters. Modules of an ``nn.Sequential`` must be of one class.
+    A list has at least two modules, and each module has parameters. An ``nn.Sequential`` counts as a list only if all
+    of its modules have the same class.
 
     >>> [found.path for found in candidates(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2)] * 2)}))]
     ['h']

@@ -1,7 +1,7 @@
 """Collect outputs that transformers captures by hooks in layers: router logits, attentions, hidden states.
 
-A forward that returns captured outputs sets a context variable to a dictionary of lists, and hooks append to the lists.
-In a pipeline, layers run later, in other threads, and repeatedly, so hooks get a new dictionary for each layer call.
+During a model's forward, a context variable refers to a dictionary of lists, and the hooks append outputs to the lists.
+In a pipeline, layers run later and in other threads, so the hooks get a separate dictionary for each layer call.
 """
 
 # phase       the model's dictionary        completed calls extend it, recorded calls append a placeholder
@@ -52,7 +52,7 @@ def collect_recorded(stand_in: Any) -> None:
 
 
 def extend_collected(captured: Mapping[str, list[Any]]) -> None:
-    """Append outputs that hooks captured in a completed layer call to the lists of the model's running forward."""
+    """Add the outputs that hooks captured in a layer call to the captured outputs of the model's forward."""
     held = _collected()
     for name, found in captured.items():
         if name not in held:

@@ -72,7 +72,7 @@ def engine_on_host(model: nn.Module, pieces: Sequence[nn.Module]) -> contextlib.
 
 
 class _Host(VirtualDevice):
-    """The host as a device of the engine, which computes with the model's parameters instead of copies."""
+    """A device of the engine that computes on the host, with the model's parameters instead of copies."""
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
         return tensor if parameter else super().copy_in(tensor, ready)
@@ -109,7 +109,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def checking(model: nn.Module) -> Iterator[None]:
-    """Context manager with a model in evaluation mode, except its modules with quantized weights."""
+    """Context manager in which a model is in evaluation mode, except for modules with quantized weights."""
     # the kernels that quantized modules use in evaluation mode may give no gradient
     with evaluating(model):
         for module in filter(has_few_bits, model.modules()):
@@ -135,7 +135,7 @@ _SMALL, _WHOLE = 2**26, 2**10
 
 
 class Gradients:
-    """Collects digests of gradients for a comparison: all values, or random projections of a large gradient."""
+    """Collects a digest of each gradient: all of its values, or random projections of a large gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         self.digests: dict[str, Digest] = {}  # by the name of the parameter
@@ -149,7 +149,7 @@ class Gradients:
         self.digests[name] = found if before is None else before + found
 
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Digest a gradient and return ``True``; ``False`` if hooks of the parameter need the summed gradient."""
+        """Store a digest of a gradient, unless hooks need the summed gradient; return whether it was stored."""
         if id(parameter) in self.watched:
             return False
         self.add(parameter, gradient)
@@ -177,7 +177,7 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
 
 @contextlib.contextmanager
 def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
-    """Context manager in which each use of a large tied parameter has its own parameter with the same memory."""
+    """Context manager in which large tied parameters are separate parameters that share their memory."""
     # autograd would sum the gradients of an embedding and its tied head, which needs three more tensors of this size
     seen: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -212,11 +212,13 @@ def _collect(found: Gradients, parameter: nn.Parameter, place: torch.Tensor) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Equivalence:
-    """Relative differences, by norm, between the split model and the original model on the example.
+    """Relative differences between the results of the split model and of the original model for the example.
+
+    Each difference is the norm of the difference of two tensors, divided by the norm of the original model's tensor.
 
     Attributes:
         outputs: largest difference of the tensors that the model returns, including the loss.
-        gradients: largest difference of the gradients of all parameters.
+        gradients: largest difference of the gradients of all parameters. Very small gradients have a larger divisor.
         worst: name of the parameter whose gradient has the largest difference.
         parameters: number of parameters that got a gradient in the original model.
 
@@ -245,7 +247,8 @@ class CutReport:
         bytes: bytes of the parameters of each module of the pipeline.
         equivalence: differences from the original model; ``None`` if they were not checked.
         refused: reason and message for each attempt to split the model that failed.
-        losses: text about how the loss is computed, for each set of argument names that includes labels.
+        losses: one line of text for each kind of call whose loss was checked. A line names the arguments of the call,
+            and describes how the loss is computed.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
@@ -270,7 +273,7 @@ class CutReport:
 
     @property
     def phases(self) -> int:
-        """The number of modules that run code outside of the layers; 2 for code before and after all layers."""
+        """The number of modules that run code outside of layers: 2 if code runs only before and after all layers."""
         return sum(piece.startswith("phase ") for piece in self.pieces)
 
     def __str__(self) -> str:

@@ -434,7 +434,7 @@ def _contents(state: CutState) -> dict[Any, torch.Tensor]:
 
 
 class _Names:
-    """Finds names and kinds of passed tensors from the arguments of the layers that receive the tensors."""
+    """Finds the name and the kind of each tensor that passes between modules of a split model."""
 
     def __init__(self, program: CutPlan, call_log: CallLog, layers: Mapping[str, nn.Module]) -> None:
         self._program = program

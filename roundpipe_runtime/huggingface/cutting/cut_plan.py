@@ -40,7 +40,7 @@ class CutPlan:
         return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
 
     def returned_others(self, results: Mapping[int, Tree]) -> bool:
-        """Report whether layers returned ``None`` where they returned a tensor for the example, or vice versa."""
+        """Report whether layers returned tensors at other positions of their outputs than for the example."""
         pairs = [(self.calls[place].leaves, result.leaves) for place, result in results.items()]
         return any(
             any(isinstance(like, tuple) is isinstance(leaf, Key) for like, leaf in zip(expected, found, strict=True))
@@ -66,8 +66,8 @@ class CutPlan:
 class CutState:
     """The values that a module of a split model passes to the next module, for one microbatch.
 
-    The engine flattens these values between two modules, to copy tensors to the next device. A module never changes the
-    values of its `CutState` in place, because the engine passes the same values again for recomputation.
+    The engine flattens a `CutState` between two modules, to copy its tensors to the next device. A module never changes
+    the values of its `CutState` in place, because the engine passes the same values again for recomputation.
     """
 
     call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`

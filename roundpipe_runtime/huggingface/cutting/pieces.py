@@ -35,7 +35,7 @@ class Finished:
 
 
 class Phase(nn.Module):
-    """A module that runs the model's forward, with stored outputs of completed layers, until another layer must run."""
+    """A module that runs code of the model before, between or after its layers."""
 
     def __init__(self, program: CutPlan, number: int, copy: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_runs_again(self) -> CutPlan:
-        """The plan of the split: phases with the same plan repeat code, so they may write the same buffers."""
+        """The plan of the split. Phases with the same plan repeat code of the model, and may write the same buffers."""
         return self.program
 
     @property
@@ -109,7 +109,7 @@ class Phase(nn.Module):
 
 
 class MissingValueError(BatchStructureError):
-    """The model's code reads a layer output that is not stored, because it was not read when the model was split."""
+    """The model reads a layer output that is not stored, because the model did not read this output for the example."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(
@@ -194,7 +194,7 @@ class LayerCall(nn.Module):
 def live(
     values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, program: CutPlan
 ) -> dict[Key, torch.Tensor]:
-    """Return the tensors that later modules of the pipeline need after layer call number ``place``."""
+    """Return the tensors that later modules of the pipeline need after the layer call at position ``place``."""
     # dropped values are not copied to the next device, and not kept for the backward
     kept = program.keep.union(call_log.needed, *(tree.keys() for tree in call_log.captured.values()))
     # some models compare the embedding of an image token with the inputs in a later phase
@@ -411,7 +411,7 @@ def _ids(box: Any) -> list[int]:
 
 
 def _box_below(kwargs: Kwargs) -> Callable[[Any], bool]:
-    """Return a function that is true for a mutable container in ``kwargs``, but not for ``kwargs`` itself."""
+    """Return a function that reports whether a value is a mutable container other than ``kwargs``."""
     # torch's flattening forms a reference cycle with this function, so the function must not refer to tensors
     outside = id(kwargs)
     return lambda value: id(value) != outside and is_box(value)

@@ -67,7 +67,7 @@ def _embed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _embedding_class(kind: Any) -> type:
-    """Return a subclass of an embedding's class whose calls run ``embed`` of the current thread's session."""
+    """Return a subclass of an embedding's class; a call of an instance is passed to the running session."""
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _embed})
 
 
@@ -147,7 +147,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Rebind functions on a copy's modules, such as a replaced ``forward``, to modules of the copy."""
+    """Let functions in a copied model, such as a replaced ``forward``, use the modules of the copy."""
     made: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(module.__dict__.items()):
@@ -191,14 +191,14 @@ def _rebound(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any
 
 
 class Key(NamedTuple):
-    """Names a tensor: output ``leaf`` of layer call ``call``; ``call`` is negative if no layer returned the tensor."""
+    """Identifies a tensor, such as output number ``leaf`` of layer call number ``call``."""
 
-    call: int
+    call: int  # negative if no layer returned the tensor
     leaf: int
 
 
 class NeedsValue(BaseException):
-    """Raised when a forward computes with a placeholder; a `BaseException`, because models catch an `Exception`."""
+    """Raised when a forward computes with a placeholder. A `BaseException`, because models catch `Exception`."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(key)

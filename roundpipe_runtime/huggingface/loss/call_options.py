@@ -35,8 +35,8 @@ class SmoothedLoss(Static):
 
     Args:
         factor: ``label_smoothing_factor`` of the Trainer, from 0 to 1.
-        shift_labels: whether token i predicts label i + 1. Default: ``True`` for classes that transformers lists as
-            causal language models.
+        shift_labels: whether token i predicts label i + 1. The default is ``True`` for classes that transformers lists
+            as causal language models.
         num_items_in_batch: divisor of the sum of losses; by default, the number of labels that are not ignored.
         ignore_index: value of labels that are ignored.
         scale: number by which the loss is multiplied.
@@ -70,7 +70,8 @@ class SmoothedLoss(Static):
             labels: labels of the rows in ``outputs``.
 
         Returns:
-            The summed loss and the number of labels that count; or the loss, if ``num_items_in_batch`` is given.
+            A ``WeightedLoss`` with the sum of the losses and the number of labels that are not ignored; or the loss as
+            a tensor, if ``num_items_in_batch`` is given.
         """
         if self.shift_labels is None:
             raise LossError(
@@ -154,7 +155,7 @@ CALL_OPTIONS = "roundpipe_call_options"
 class CallOptions:
     """How the last module of a pipeline computes and returns the loss of a microbatch.
 
-    With `CallOptions`, the last module returns its output, the number of terms in its mean loss, and the row count.
+    With options, the last module returns the output of a microbatch, the weight of its loss, and its number of rows.
     """
 
     loss_only: bool = False  # whether only the loss of the output is used, so that logits are not needed

@@ -54,7 +54,7 @@ _RESHAPING = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
 
 
 class NotLazy(BaseException):
-    """Raised when a forward needs the values of its logits; a `BaseException`, because models catch an `Exception`."""
+    """Raised when a forward needs the values of its logits. A `BaseException`, because models catch `Exception`."""
 
 
 class LazyLogits(torch.Tensor):
@@ -134,7 +134,7 @@ def _done(values: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.T
 
 
 def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Return the result of an operation on lazy logits if the values of the logits are not needed; else ``None``."""
+    """Run an operation on lazy logits without computing the logits; return ``None`` if this is not possible."""
     if func is functional.cross_entropy:
         return _loss(*args, **kwargs)
     logits = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
@@ -162,7 +162,7 @@ def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
 
 
 def _rows(logits: LazyLogits, index: Any) -> LazyLogits | None:
-    """Index lazy logits by slices; return ``None`` for another index, or one that selects a part of the vocabulary."""
+    """Select rows of lazy logits by slices; return ``None`` if the index is not supported."""
     index = index if isinstance(index, tuple) else (index,)
     whole = slice(None)
     if not all(isinstance(one, slice) or one is Ellipsis for one in index) or index.count(Ellipsis) > 1:
@@ -239,7 +239,7 @@ def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
 
 
 def without_logits(model: nn.Module, output: PyTree) -> PyTree:
-    """Return the output with ``None`` instead of logits over the vocabulary; a mapping is changed in place."""
+    """Return the output of a model with ``None`` instead of the logits over the vocabulary."""
     # logits of few rows are computed, and the outputs of all microbatches must have the same structure
     if (weight := weight_of_head(model)) is None:
         return output

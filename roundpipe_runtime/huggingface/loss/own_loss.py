@@ -1,8 +1,8 @@
 """The model's own loss: weights of microbatch losses, and the auxiliary loss of mixtures of experts.
 
-The loss of a model may be a mean over rows, over all tokens, or over labels that are not ignored, and its configuration
-does not state which. During a forward, torch's averaging functions are intercepted to count the items of the mean. The
-batch's loss is the mean of microbatch losses, weighted by their numbers of labels or rows; `loss_proof` checks it.
+The loss of a model may be a mean over rows, over all tokens, or over labels that are not ignored. To find out, torch's
+averaging functions are intercepted during a forward, and the averaged values are counted. The loss of a batch is the
+mean of its microbatch losses, weighted by numbers of labels or rows. The module `loss_proof` checks the weights.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) ->
 
 
 def loss_of_batch(losses: Sequence[torch.Tensor], items: Sequence[float]) -> torch.Tensor:
-    """Return the mean of microbatch losses, weighted by ``items``; a loss with -1 in ``items`` gets weight 1."""
+    """Return the mean of microbatch losses, weighted by ``items``; a loss whose item is -1 is added with weight 1."""
     total = math.fsum(items)
     shares = [1.0 if count < 0 or len(items) == 1 else count / total if total else 0.0 for count in items]
     return torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
@@ -92,7 +92,6 @@ def loss_of(output: PyTree) -> torch.Tensor | None:
 
 
 def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
-    """Replace the loss in a model's output, and return the output; a mapping is changed in place."""
     if isinstance(output, tuple):
         return (loss, *output[1:])
     output["loss"] = loss
@@ -124,7 +123,6 @@ def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 
 def _possible_labels(names: list[str], kwargs: Kwargs, outputs: PyTree) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield possible labels (tokens, classes, numbers) for all label arguments together, then for ``labels`` alone."""
     tokens = [value for name in ("decoder_input_ids", "input_ids", "inputs") if (value := kwargs.get(name)) is not None]
     if not tokens:
         return
@@ -202,8 +200,8 @@ def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
 
 
 def auxiliary_loss_of(model: nn.Module, routers: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> Any:
-    """Return the auxiliary loss of router logits, and its contribution to the model's loss; ``None`` without one."""
-    # routers: one tensor per layer, with a row per token
+    """Return the auxiliary loss of a mixture of experts, and the amount that it adds to the model's loss."""
+    # routers: one tensor per layer, with a row per token. Returns `None` if the model has no auxiliary loss.
     if (function := _balancing_function(model)) is None:
         return None
     count = _setting(model, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))

@@ -2,10 +2,10 @@
 
 ::
 
-    forward    slice by slice: the logits, their log-sum-exp, and the logit of the label; then log-sum-exp over slices
-    backward   slice by slice: the logits again, their softmax, the gradients; the weight's gradient goes to the host
+    forward    for each slice: compute the logits, their log-sum-exp, and the logit of the label
+    backward   for each slice: compute the logits again and the gradients; copy the weight's gradient to the host
 
-Slices are computed in ascending order, so values are added in the same order on any device and with any plan.
+Slices are computed in ascending order, so that the order of additions does not depend on the device or the plan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Settings:
         return max(1, _MOST // self.slice_rows)
 
     def logits(self, hidden: Tensor, part: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits of some rows for a slice of the vocabulary; forward and backward get the same values."""
+        """Return the logits of some tokens for a slice of the vocabulary."""
         if self.autocast is None:
             return functional.linear(hidden, part, bias)
         with torch.autocast(self.kind, dtype=self.autocast, cache_enabled=False):
@@ -157,7 +157,7 @@ class _Sliced(torch.autograd.Function):
 
 
 def _of_slice(labels: Tensor, place: slice) -> tuple[Tensor, Tensor]:
-    """Return whether each label is in a slice, and its index in the slice, which is 0 for labels outside."""
+    """Return which labels are in a slice of the vocabulary, and the index of each label in the slice."""
     inside = (labels >= place.start) & (labels < place.stop)
     return inside, torch.where(inside, labels - place.start, 0)
 

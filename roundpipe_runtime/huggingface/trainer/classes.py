@@ -109,29 +109,29 @@ class CheckedLoader:
 class RoundPipeTrainer(PipelineTrainer):
     """A ``transformers.Trainer`` that trains models larger than the memory of a device.
 
-    The arguments and the written files are the same as for the Trainer. ``from_pretrained`` can load a checkpoint
-    folder, which appears when all of its files are written. The model stays in CPU memory.
-    ``per_device_train_batch_size`` is the number of rows of one batch, which is split into microbatches; loss and
-    gradients are computed for the whole batch. Under torchrun, each process trains its own rows on its own devices;
-    loss and gradients cover the rows of all processes. If the Trainer makes an elementwise optimizer, such as AdamW,
-    the optimizer's state is sharded over processes.
+    The arguments and the written files are the same as for the Trainer. A checkpoint folder appears only when all of
+    its files are written, and ``from_pretrained`` can load it. The model stays in CPU memory.
+    ``per_device_train_batch_size`` is the number of rows of one batch, which is split into microbatches. Loss and
+    gradients are computed for the whole batch. Under torchrun, each process trains its own rows on its own devices.
+    Loss and gradients are then computed for the rows of all processes. If the Trainer creates an elementwise optimizer,
+    such as AdamW, each process stores a part of the optimizer's state.
 
     Args:
         model: Hugging Face model, or a model that :func:`wrap_model_to_roundpipe` has wrapped.
         args: training arguments, as for a Trainer.
-        *positional: further arguments, in the order of the parameters of the Trainer that is the base class.
+        *positional: further positional arguments, which are passed to the base class, such as ``transformers.Trainer``.
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch; by default, the number of devices + 1.
-        keep_parameters: GB of each device for parameters that stay on it after use (default: 0), or ``"auto"``, as for
-            :class:`RoundPipeRunConfig`. Frozen parameters that stay on a device are not uploaded again.
-        optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`. Use ``torch.float32`` for a model in
-            16 bits.
-        example: example batch with which the model is split, as for :func:`wrap_model_to_roundpipe`. Default: a few
-            tokens, or two rows of the training data if the model cannot run on tokens alone.
+        keep_parameters: GB of each device's memory for parameters that stay on the device after use, or ``"auto"``, as
+            for :class:`RoundPipeRunConfig`. Default: 0. Frozen parameters that stay on a device are not uploaded again.
+        optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`. If the parameters of the model are
+            in float16 or bfloat16, pass ``torch.float32``.
+        example: example batch with which the model is split, as for :func:`wrap_model_to_roundpipe`. By default, the
+            example is a few tokens, or two rows of the training data if the model cannot run on tokens alone.
         use_sequential_preset: as for :func:`wrap_model_to_roundpipe`. ``True``: raise an error if the model cannot be
             split. ``False``: do not split the model. Default: split the model if possible.
-        replicas: number of groups of ``per_device_train_batch_size`` rows in a batch. Process ``g % N`` of ``N``
-            processes trains group ``g`` of each batch; results are equal for every ``N``. Default: number of processes.
+        replicas: number of groups of ``per_device_train_batch_size`` rows in a batch. Default: number of processes.
+            With ``N`` processes, process ``g % N`` trains group number ``g``. Results are equal for every ``N``.
         host: where the host stores the training state, as for :class:`RoundPipe`: ``"memory"``, or ``"disk:DIR"``.
         update: which weights the optimizer updates, and when, as for :class:`RoundPipe`. ``"in_backward"`` requires
             ``max_grad_norm=0`` and ``gradient_accumulation_steps=1``.

@@ -47,7 +47,7 @@ _SENTINEL = "checkpoint-is-incomplete.txt"  # a file that marks a checkpoint as 
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
-    """A Trainer with a pipeline around its model, whose checkpoints appear when all of their files are written."""
+    """A Trainer with a pipeline around its model; a checkpoint folder appears only when all its files are written."""
 
     model: TransformersModel
     _rp_options: dict[str, Any]  # for `wrap_model_to_roundpipe`
@@ -304,7 +304,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as u
     def _rp_load_converted(self, folder: str) -> None:
         """Load weights whose names in the checkpoint differ from their names in the model, such as weights of experts.
 
-        The Trainer only warns if names of weights differ: https://github.com/huggingface/transformers/issues/43701
+        The Trainer only warns about such weights: https://github.com/huggingface/transformers/issues/43701
         """
         if self._rp_is_converted:
             with generator_kept():
@@ -364,7 +364,7 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
 
 
 def _settle(run: pathlib.Path) -> None:
-    """Rename the checkpoints that a killed process had completed, and remove its unfinished checkpoints."""
+    """Move the complete checkpoints of a killed process to their final folders, and remove its other checkpoints."""
     for half in sorted(run.glob(".checkpoint-*.writing/checkpoint-*")):
         if folders.is_complete(half) and not (run / half.name).exists():
             half.rename(run / half.name)

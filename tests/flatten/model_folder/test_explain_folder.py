@@ -159,7 +159,7 @@ def test_what_is_not_compared_node_by_node_is_refused(tmp_path):
     llama, t5 = small_model("llama"), small_model("t5")
     for number, (how, compared, words) in enumerate(
         [
-            ({"quantize": "int8"}, llama, r"is quantised, but only ONNX files(.|\n)*without quantize="),
+            ({"quantize": "int8"}, llama, r"is quantized, but only ONNX files(.|\n)*without quantize="),
             ({"to": "program"}, llama, "is for torch, but only ONNX files"),
             ({"proof": "none"}, llama, 'contains no test cases: export again without proof="none"'),
             ({}, t5, "is for text2text-generation, not for text-generation"),

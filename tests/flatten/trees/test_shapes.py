@@ -387,7 +387,7 @@ def test_another_error_of_the_trace_stays_as_it_is():
 def test_sizes_that_no_call_can_have_are_refused(wrong):
     with pytest.raises(InvalidArgumentError, match=f"DecodeSizes: {next(iter(wrong))} must be an int of"):
         DecodeSizes(**wrong)
-    with pytest.raises(InvalidArgumentError, match=r"no tokens to fill the cache with \(batch 2, past 0, new 3\)"):
+    with pytest.raises(InvalidArgumentError, match=r"an empty cache \(batch 2, past 0, new 3\)"):
         decode_inputs(make_model("llama"), DecodeSizes(past=0))
     with pytest.raises(InvalidArgumentError, match=r"Scale is not a Hugging Face model(.|\n)*cases=\[Case\("):
         decode_inputs(Scale(), DecodeSizes())

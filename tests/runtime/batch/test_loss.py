@@ -116,7 +116,7 @@ def test_microbatches_that_do_not_go_together_are_refused():
     with pytest.raises(LossError, match=r"^microbatch 1: loss_fn must return"):
         contract.add(1, None)
     contract.add(1, learning(1.0))
-    with pytest.raises(LossError, match=r"microbatches \[0\] is missing"):
+    with pytest.raises(LossError, match=r"Microbatches \[0\] have no loss yet"):
         contract.total()
     with pytest.raises(LossError, match=r"a pair \(sum, weight\) for microbatch 0, and a tensor for microbatch 1"):
         contract.add(0, (learning(1.0), 2))

@@ -315,7 +315,7 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_the_rules_forbid_raises(wrong):
-    with pytest.raises(StageError, match="readiness"):
+    with pytest.raises(StageError, match="Parameter versions of a layer"):
         wrong(LayerReadiness())
 
 

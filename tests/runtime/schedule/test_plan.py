@@ -53,7 +53,7 @@ def test_copies_of_the_fused_stage_are_stages_of_their_own():
     whole = ModelExecutePlan([range(4)], [range(2, 4), range(2)], last_stage_copies=3)
     assert len(whole.stages("train", 4)) == 3
     for plan.last_stage_copies in (0, "auto", True):
-        with pytest.raises(PlanError, match="last_stage_copies must be a number of devices"):
+        with pytest.raises(PlanError, match="last_stage_copies must be an int of at least 1"):
             plan.check_valid("fused", 4)
 
 

@@ -150,7 +150,7 @@ def own_files(folder: pathlib.Path, patterns: Iterable[str], failure: type[Excep
 
 
 def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]) -> None:
-    """Raise ``failure`` if a link in an untrusted folder leads out of it: an export could copy the linked file."""
+    """Raise ``failure`` if a link in an untrusted folder leads to a file outside of the folder."""
     if path.is_symlink() and not path.exists():
         raise failure(f"{path} is a link that leads to no file. Remove it.")
     check_regular(path, failure, _LARGEST)
@@ -214,7 +214,7 @@ def write_tensor_file(
 
 @contextlib.contextmanager
 def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a new file for writing; the first error of a write is raised only at the end of the ``with`` block."""
+    """Yield a new file for writing. If writing fails, the error is raised at the end of the ``with`` block."""
     # torch's archive writer also writes in its C++ destructor, where an error would end the process
     with _Lenient(path, "wb") as file:
         try:

@@ -84,7 +84,7 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
 
 
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Return the path for external data of an ONNX file: ``NAME.data``; if it exists, ``NAME.<random>.data``."""
+    """Return an unused path for the external data of an ONNX file, such as ``model.onnx.data``."""
     # an existing file keeps its own data until the file itself is replaced
     name = f"{target.name}.data"
     if target.exists() or (target.parent / name).exists():
@@ -277,7 +277,7 @@ def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
 
 
 def flush_tree(folder: pathlib.Path) -> None:
-    """Flush a folder and everything in it to the disk; files get the permissions of new files in their folder."""
+    """Flush a folder and everything inside the folder to the disk."""
     for path in sorted([folder, *folder.rglob("*")], reverse=True):  # the contents of a folder before the folder itself
         if path.is_symlink():
             continue

@@ -100,7 +100,7 @@ def clipping_functions() -> list[tuple[Any, str]]:
 
 
 def norm_and_scaling() -> tuple[Any, str, str] | None:
-    """Return torch functions (module, names) that compute a norm and scale gradients; ``None`` if one is missing."""
+    """Return the module and the names of torch's functions that compute a gradient norm and scale gradients."""
     inner, names = torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")
     return (inner, *names) if all(hasattr(inner, name) for name in names) else None
 
@@ -112,7 +112,7 @@ def transforms_are_active() -> bool:
 
 
 def setter_of_parametrizations() -> tuple[Any, str]:
-    """Return module and name of torch's function that sets a parametrized parameter, to patch the function."""
+    """Return the module and the name of torch's function that sets a parameter with a parametrization."""
     return importlib.import_module("torch.nn.utils.parametrize"), "_maybe_set"
 
 

@@ -77,7 +77,7 @@ def _finite(value: object) -> object:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of plain text (square brackets are no markup); lines are never broken inside a word."""
+    """Print a table of plain text. Lines are never broken inside a word."""
     # rows: the cells of each row; the first two cells name the row. If the longest words of all columns do not fit in
     # one line, each row takes several lines.
     from rich import box
@@ -164,7 +164,7 @@ def progress(first: str) -> Iterator[Any]:
 def starting(
     program: str, start: Callable[[], Callable[[Sequence[str] | None], int]], argv: Sequence[str] | None
 ) -> int:
-    """Import a command-line program, which takes seconds, run it, and return its exit status."""
+    """Import and run a command-line program, and return its exit status."""
     with terminable():
         try:
             with ended_by_ctrl_c(program):
@@ -188,13 +188,13 @@ def reflow_help(app: typer.Typer) -> None:
 
 
 def _without_types(get_params: Callable[[Any], list[Any]], context: typer.Context) -> list[Any]:
-    """Return the parameters of a command without the type ``<bool>``, which typer 0.29 shows for flags in the help."""
+    """Return the parameters of a command, after hiding their types in the help text."""
     params = get_params(context)
     for param in params:
         if param.param_type_name == "argument":
             param.display_type_rich = lambda ctx: ""
         elif getattr(param, "is_flag", False) and param.metavar is None:
-            param.metavar = ""
+            param.metavar = ""  # typer 0.29 shows `<bool>` for a flag
     return params
 
 
@@ -277,7 +277,7 @@ class _LastingStream:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """In a ``with`` block, printing to a closed pipe raises no error; characters that a terminal lacks are escaped."""
+    """In a ``with`` block, a closed pipe or a character that the encoding lacks does not cause an error in printing."""
     with contextlib.ExitStack() as stack:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)

@@ -171,7 +171,7 @@ def _attempts(opset_version: int | None, share: bool) -> list[_Attempt]:
 
 
 def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
-    """Store relations between input sizes as metadata of an ONNX file, since ONNX has no assertions; return notes."""
+    """Store relations between input sizes in the metadata of an ONNX file, because ONNX has no assertions."""
     example, traced = source.example, source.traced
     # sizes that the trace fixed without an assertion are declared as fixed
     shapes = {value.name: value.shape for value in model.graph.inputs if value.shape is not None}
@@ -317,7 +317,7 @@ class _OtherSizes:
         self.sizes = {} if example.no_data else _sizes_in(example.case(1), example, signature)
 
     def are_right_without(self, relation: Expression) -> bool:
-        """Return whether program and model agree at input sizes that violate ``relation``; ``False`` if unknown."""
+        """Return whether the program is right for input sizes that violate ``relation``; ``False`` if unknown."""
         if not names_in(relation) <= self.sizes.keys():
             return False
         near = (  # each differs in one size from the example inputs

@@ -167,7 +167,7 @@ _ENCODER = ("encoder_hidden_states", "encoder_outputs.", "encoder_attention_mask
 
 
 def name_axes(model: ir.Model, chosen: Mapping[tuple[str, int], str], sizes: Mapping[str, int]) -> None:
-    """Rename, in place, the dynamic axes of an ONNX graph as in optimum; axes with the same symbol share one name."""
+    """Rename the dynamic axes of an ONNX graph to the names that optimum uses."""
     # chosen: names that the caller gave to axes, by input and axis
     # sizes: the size of each symbol in the example, if it is known
     graph = model.graph

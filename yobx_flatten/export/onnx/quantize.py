@@ -214,7 +214,7 @@ def remark_quantized(
 
 
 class _Parts:
-    """Computes integers, scales and zero points of a weight when one of them is read; caches only the last weight."""
+    """Quantizes a weight when its integers, scales or zero points are read, and caches the last weight only."""
 
     def __init__(self, quantization: Quantization) -> None:
         self._quantization = quantization
@@ -286,7 +286,7 @@ _TINY = 1e-30  # added to the largest value of a block, by which its scale is co
 
 
 class Products:
-    """Replaces matrix products of a graph by ``MatMulNBits``; products share the nodes that prepare a common input."""
+    """Replaces matrix products of a graph by ``MatMulNBits`` nodes, which multiply by quantized weights."""
 
     def __init__(self, graph: Any, splits: InputSplits) -> None:
         self._graph = graph  # the main graph, which stores the matrices
@@ -369,7 +369,7 @@ class Products:
         return self._apart_inputs[graph, x]
 
     def _rows_of(self, value: Any, transposed: bool, channels: Sequence[int]) -> Any:
-        """Add a constant to the graph: the rows of a float matrix (inputs, outputs) for the given input channels."""
+        """Return a constant of the graph with the rows of a weight matrix that multiply the given input channels."""
         key = value.name, transposed, channels  # layers may share a matrix, and have different large channels
         if key not in self._large:
             array = value.const_value.numpy()

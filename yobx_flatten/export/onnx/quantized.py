@@ -107,7 +107,7 @@ class FileQuantizer:
         return quality
 
     def _is_by_token(self) -> bool:
-        """Return whether the file is a text encoder in float32, and int8 would round the weights in every matrix."""
+        """Return whether the file is a float32 text encoder in which 8-bit quantization would change every matrix."""
         if not self.source.cases or not reads_once(self.source.example.kwargs):
             return False
         weights = [weight for _, weight in products_of(ir.load(self.file.path), self.quantization.block_size)]
@@ -115,8 +115,8 @@ class FileQuantizer:
         return are_floats and not any(self.grids.is_exact(value, 8, transposed=turned) for value, turned in weights)
 
     def _by_token(self) -> tuple[Quality | None, bool]:
-        """Quantize activations per token and weights per output; return the quality, and whether it is sufficient."""
-        # all other products are quantized in blocks; the file is replaced only if the quality is sufficient
+        """Quantize activations per token and weights per output channel, and return the measured quality."""
+        # all other products are quantized in blocks; the file is replaced (`True`) only if the quality is sufficient
         with self.report.timed("quantize"):
             model, found = ir.load(self.file.path), QuantizedWeights()
             groups = _grouped(products_of(model, self.quantization.block_size))
@@ -178,7 +178,7 @@ class FileQuantizer:
     def _choose_inputs(
         self, whole: Quality, measured: Callable[..., Quality], *, is_fine: bool
     ) -> tuple[Quality, bool, InputSplits]:
-        """Choose activations in 8 bits, in two parts of 8 bits, or in float, by comparing errors of the logits."""
+        """Choose whether to quantize activations to 8 bits, to a sum of two 8-bit tensors, or not at all."""
         # whole: the quality with activations that are quantized whole
         # measured: returns the quality for these splits; without splits, activations stay in float
         # is_fine: whether the error of the weights is so small that two parts are tried first
@@ -206,7 +206,7 @@ class FileQuantizer:
 
 
 def _loss(quality: Quality) -> float:
-    """Return the difference between the logits of file and model, in nats; 0 for outputs that are not logits."""
+    """Return the divergence, in nats, of the file's logits from the model's; 0 for outputs that are not logits."""
     found = quality.divergence if quality.text_divergence is None else quality.text_divergence
     return found or 0.0
 
@@ -315,12 +315,12 @@ def _replace(group: _Group, model: ir.Model, found: QuantizedWeights) -> None:
 
 
 def _channels(moments: torch.Tensor, sizes: list[torch.Tensor]) -> torch.Tensor:
-    """Return a divisor for each input channel to apply before the quantization; the geometric mean is 1."""
+    """Return a divisor for each input channel by which inputs are divided before they are quantized."""
     # sizes: largest weight of each channel in each matrix
     inputs, weights = moments.diagonal().sqrt(), torch.stack(sizes).amax(0)
     least = [one.max().clamp(min=1e-30) * 1e-5 for one in (inputs, weights)]
     logs = _ALPHA * inputs.clamp(min=least[0]).log() - (1 - _ALPHA) * weights.clamp(min=least[1]).log()
-    return (logs - logs.mean()).exp()
+    return (logs - logs.mean()).exp()  # with geometric mean 1
 
 
 def _constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:

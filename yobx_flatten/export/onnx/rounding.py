@@ -1,7 +1,7 @@
 """Quantize a matrix with error feedback (GPTQ, Frantar et al. 2022): weights compensate the errors of earlier weights.
 
 The correlations between the inputs of the matrix are measured on a calibration text. onnxruntime's ``gptq`` is not
-used: it returns weights without scales, and rounding such weights to other scales would lose most of its advantage.
+used: it returns weights without their scales, and computing new scales would lose most of the advantage of GPTQ.
 """
 
 # input 0   rounded ── its error, times its correlation with each later input ──┐
@@ -46,7 +46,7 @@ _DAMPING = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """How the integers of a quantization block represent weights: bits, scale type, and zero point or lowest weight."""
+    """The integer format of a quantized matrix."""
 
     bits: int
     is_lowest: bool  # whether the integer 0 represents the lowest weight of the block; else there is a zero point
@@ -58,9 +58,9 @@ class _Form:
         return int(2**self.bits - 1)
 
     def fit(self, block: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return scales and offsets that quantize blocks (blocks, weights, outputs) with least error, and the error."""
+        """Return the scales and offsets that quantize blocks of weights with the least error, and this error."""
         # the offset is the zero point, or the weight that the integer 0 represents
-        # costs: cost of a squared error for each input, of shape (blocks, weights, 1)
+        # block: of shape (blocks, weights, outputs); costs: of each squared error, (blocks, weights, 1)
         low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
         if self.is_even:
             high = torch.maximum(-low, high)
@@ -95,8 +95,8 @@ class _Form:
 def round_with_feedback(
     weights: torch.Tensor, moments: torch.Tensor, block_size: int, dtype: torch.dtype = torch.float32, bits: int = 4
 ) -> WeightGrid:
-    """Quantize a matrix (inputs, outputs) in blocks; each row compensates the rounding errors of earlier rows."""
-    # weights: the number of inputs is a multiple of the block size
+    """Quantize a matrix in blocks; each row of the matrix compensates the rounding errors of the rows before it."""
+    # weights: of shape (inputs, outputs); the number of inputs is a multiple of the block size
     # moments: mean of the products of each two inputs, of shape (inputs, inputs)
     # dtype: dtype of the scales
     # bits: 4 or 8; with 7, the zero point of all blocks is 64
@@ -131,7 +131,7 @@ def round_with_feedback(
 
 
 def _following(moments: torch.Tensor) -> torch.Tensor:
-    """Return the upper triangular matrix of GPTQ: row i gives the changes of later weights for an error of weight i."""
+    """Return the upper triangular matrix of GPTQ, by which the rounding error of a weight changes all later weights."""
     if not moments.isfinite().all():
         return torch.eye(len(moments))  # rounds weights to nearest
     damping = float(_DAMPING * moments.diagonal().mean()) or 1.0
@@ -148,7 +148,7 @@ def _following(moments: torch.Tensor) -> torch.Tensor:
 
 
 def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, dtype: torch.dtype) -> _Form:
-    """Return the integer format of weights; 4-bit blocks store their lowest weight if this reduces the error enough."""
+    """Choose the integer format of a matrix; for 4 bits, by the quantization errors of two formats."""
     if bits == 7:
         return _Form(bits, False, dtype, is_even=True)
     whole, lowest = (_Form(bits, is_lowest, dtype) for is_lowest in (False, True))
@@ -192,7 +192,7 @@ def round_by_text(file: UnprovenFile, quantization: Quantization, source: Source
 
 
 def _read_in_blocks(file: UnprovenFile, block_size: int) -> Iterator[tuple[Any, int, tuple[Any, bool]]]:
-    """Yield (input, input size, weight) of products outside of loops whose input size is a multiple of the block."""
+    """Yield the input, its size and the weight of each product that has whole blocks and is not inside a loop."""
     model = ir.load(file.path)
     for node, (value, transposed) in products_of(model, block_size):
         x, size = node.inputs[0], int(value.const_value.shape[1 if transposed else 0])
@@ -227,7 +227,7 @@ _SMALLEST = 1e-30
 def input_moments(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Run an ONNX file on a text; yield names and second moments of intermediate values, nothing if the file fails."""
+    """Run an ONNX file on a text, and yield the names and second moments of intermediate values."""
     # sizes: size of the last axis of each value, by name of the value
     # calls: calls that read the text, with its first token in the cache
     # names: names of the leaves of the inputs, in order
@@ -250,7 +250,7 @@ def input_moments(
                 rows = rows * each
                 found[name].addmm_(rows.T, rows)
             count += len(rows)
-        if not count:
+        if not count:  # the file cannot read the text
             return
         for name in part:
             yield name, found.pop(name).div_(count)
@@ -259,7 +259,7 @@ def input_moments(
 def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Run a file on each call; yield each value whose name is in ``sizes`` as a float32 matrix with a row per token."""
+    """Run a file on each call; yield intermediate values by name, as float32 matrices with one row for each token."""
     model = ir.load(file.path)
     held = {output.name for output in model.graph.outputs}
     made = {output.name: output for node in model.graph for output in node.outputs if output.name in sizes}
@@ -359,7 +359,7 @@ def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
 
 
 def _rounded_as_inputs(rows: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Round inputs as onnxruntime does: the largest absolute value of each block becomes 127 steps."""
+    """Round inputs as onnxruntime does: to 8-bit integers, with one scale for each block."""
     blocks = rows.reshape(len(rows), -1, block_size)
     steps = blocks.abs().amax(2, keepdim=True).div(127).clamp(min=1e-30)
     return blocks.div(steps).round().mul(steps).reshape(rows.shape)

@@ -208,7 +208,7 @@ def _sample(matrix: Floats, size: int) -> Floats:
 
 
 def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | None:
-    """Represent each block of a matrix as integers and a scale; ``None`` if a block has no such scale."""
+    """Return the integers and scales of a matrix whose weights are integers times a scale per block, else ``None``."""
     blocks, made = matrix.reshape(-1, size), []
     for start in range(0, len(blocks), _CHUNK):
         parts = _fit(blocks[start : start + _CHUNK], bits, form)
@@ -233,14 +233,14 @@ def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | No
 
 
 def _allowed(blocks: Floats) -> Floats:
-    """Return for each block the largest rounding error of a weight computed as integer times scale plus offset."""
+    """Return, for each block of weights, the largest float rounding error of ``integer * scale + offset``."""
     last = 2.0**-10 if blocks.dtype == numpy.float16 else 2.0**-21
     largest: Floats = numpy.abs(blocks).max(1).astype(numpy.float64)
     return last * largest
 
 
 def _fit(blocks: Floats, bits: int, form: _Form) -> _Parts | None:
-    """Find a scale for each block at which the weights are integers of the given form; ``None`` if a block has none."""
+    """Return the integers and the scale that represent each block; ``None`` if a block cannot be represented."""
     half, most = 2 ** (bits - 1), 2**bits - 1
     if form == "symmetric":
         # first the usual ranges: the largest integer is 127 in most 8-bit formats, and -8 in most 4-bit formats
@@ -262,7 +262,7 @@ def _fit(blocks: Floats, bits: int, form: _Form) -> _Parts | None:
 def _search(
     blocks: Floats, extent: Floats, counts: Iterable[int], *, within: tuple[int, int], start: Floats | None = None
 ) -> tuple[Floats, Floats] | None:
-    """Try the scales ``extent / count`` for each block, until all weights of the block are multiples of the scale."""
+    """Find a scale for each block such that all weights of the block are multiples of the scale."""
     above = blocks.astype(numpy.float64)
     if start is not None:
         above -= start[:, None]
@@ -449,7 +449,7 @@ def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class InputSplit:
-    """Separates large from small values in the input of a quantized matrix product, by a limit or by channel."""
+    """The rule by which large values in the input of a quantized matrix product are separated from small values."""
 
     limit: float = math.inf  # largest absolute value of the small part; infinite if the input is not split
     channels: tuple[int, ...] = ()  # channels that are large for all tokens, and are multiplied in float

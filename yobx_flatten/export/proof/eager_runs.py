@@ -123,9 +123,9 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 
 
 class EagerRuns:
-    """Runs test cases with the eager module; caches small outputs, with which several files are compared.
+    """Runs test cases with the eager module, and caches small outputs for comparisons with several files.
 
-    Outputs are cached by the ``id`` of a test case, so another LoRA adapter needs copies of the test cases.
+    Outputs are cached by the ``id`` of a test case. To run a test case with another LoRA adapter, copy the test case.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -165,7 +165,6 @@ def _copied(steps: list[Step]) -> list[Step]:
 
 
 def _next_inputs(module: torch.nn.Module, kwargs: Mapping[str, Any], outputs: Any, seed: int) -> dict[str, Any] | None:
-    """Return the inputs of the next call, with the cache that a call returned; ``None`` if it returned none."""
     if isinstance(module, Continued):
         return module.next_inputs(kwargs, outputs, seed)
     found = None
@@ -201,7 +200,7 @@ class Case:
 
 
 def clone(tree: PyTree) -> PyTree:
-    """Copy every tensor in nested inputs, since a call may write to its inputs, such as a static cache."""
+    """Copy every tensor in nested inputs, because a call may write to its inputs."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
@@ -278,7 +277,7 @@ class Left:
         ]
 
     def given_back(self, found: PyTree, given: Mapping[str, Any]) -> PyTree:
-        """Return the outputs that the module returns, and change the caller's arguments as the module does."""
+        """Return the module's own outputs, and copy the other outputs of the program into the caller's arguments."""
         # found: outputs of the program; given: arguments of the call, by name
         own = {name: value for name, value in found.items() if name not in (PRESENT, *self.caches)}
         new = found.get(PRESENT, {})
@@ -308,7 +307,7 @@ def note_on_lost(lost: Mapping[str, str]) -> list[str]:
 
 
 def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
-    """Return ``kwargs`` with the tensors that the last call changed; ``None`` if a name or a shape is not as before."""
+    """Return ``kwargs`` with the tensors that the last call changed; ``None`` if names or shapes do not match."""
     left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
     leaves, spec = pytree.tree_flatten(dict(kwargs))
     names = [_after_present(name) for name in leaf_names(dict(kwargs))]
@@ -493,7 +492,7 @@ def written_state(program: ExportedProgram) -> list[str]:
 
 
 def _root(node: object) -> str:
-    """Return the name of the graph input that an fx node is, or is a view of; ``""`` for other nodes."""
+    """Return the name of the graph input whose memory an fx node shares; ``""`` if the node has its own memory."""
     while isinstance(node, torch.fx.Node) and node.op == "call_function" and node.args:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not (schema.returns and schema.returns[0].alias_info is not None):

@@ -29,7 +29,8 @@ class Quality:
 
     Attributes:
         weights: type of the stored weights: ``"int8"`` or ``"int4"``.
-        block_size: number of weights that share a scale and a zero point, in most matrices; 0 for one scale per output.
+        block_size: number of weights that share a scale and a zero point in most matrices. If it is 0, each output of a
+            matrix has one scale.
         positions: number of tokens, in all calls, whose logits were compared.
         max_difference: largest absolute difference of the logits, or of all outputs for a module without logits.
         mean_difference: mean absolute difference of the logits.
@@ -64,8 +65,8 @@ class Quality:
     def perplexity_ratio(self) -> float | None:
         """Perplexity of the file, divided by the perplexity of the model; ``None`` if the file returns no logits.
 
-        Without a text, the ratio of the perplexities is estimated as the exponential of ``divergence``, for text that
-        the model would generate.
+        Without a text, the ratio is estimated as the exponential of ``divergence``. This estimate is for text that the
+        model generates itself.
         """
         if self.perplexity is not None and self.model_perplexity is not None:
             return self.perplexity / self.model_perplexity
@@ -78,7 +79,7 @@ class Quality:
 
     @property
     def ok(self) -> bool:
-        """Whether the perplexity ratio (without logits, the relative difference of the outputs) is within its limit."""
+        """Whether the perplexity ratio (or, without logits, the relative difference) is within its limit."""
         if not math.isfinite(self.max_difference):
             return False
         if self.cosine is not None and not self.cosine >= self.allowed_cosine:
@@ -155,8 +156,8 @@ class Distance:
         self._choose(model["greedy"], file["greedy"])
 
     def add_text_scores(self, model: torch.Tensor, file: torch.Tensor) -> None:
-        """Add the divergence of the file's logits from the model's, shape (texts, length, vocabulary), to the sums."""
-        self._scored += model[..., 0].numel()
+        """Add the divergence between the logits of the model and the file for some texts to the sum of divergences."""
+        self._scored += model[..., 0].numel()  # logits have the shape (texts, length, vocabulary)
         self._sums["text divergence"] += _divergence(model.detach(), file.detach())
 
     def quality(self, weights: str, block_size: int, allowed: float) -> Quality:

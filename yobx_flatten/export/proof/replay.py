@@ -1,4 +1,4 @@
-"""Compare an exported program or file with the eager model, in loops where each call gets the last call's cache."""
+"""Compare an exported program or file with the eager model, in loops that pass the KV cache from call to call."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class CaseResult:
         seconds: duration of all calls of the program or file, in seconds.
         error: the message of the error that stopped the test case; ``None`` without an error.
         left_out: names of outputs with padded positions; the padded positions were not compared.
-        nan: share of NaN elements in each output of the eager model, by output name, averaged over all calls; an output
-            without finite elements counts as 1.0.
+        nan: share of NaN elements in each output of the eager model, by output name, averaged over all calls. For an
+            output without finite elements, the share is 1.0.
         allowed: largest allowed difference of each output whose rounding error was measured; for all other outputs, the
             report's tolerance applies.
         cause: the reason why outputs differ; ``""`` if the reason is unknown.
@@ -88,14 +88,14 @@ class CaseResult:
         return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
 
     def cells(self) -> list[str]:
-        """Return the largest difference and the output with this difference, or the error, as cells of a table row."""
+        """Return the cells of a table row: the largest difference and the name of its output, or only the error."""
         if self.error is not None:
             return [self.error]
         return [f"{self.max_difference:.1e}", max(self.differences, key=self.differences.__getitem__, default="-")]
 
 
 class Nested:
-    """Calls an exported program like the module, and compares all outputs, including classes and static data."""
+    """Calls an exported program like the module, and compares its nested outputs."""
 
     keeps_state = True  # buffers that the module writes keep their values between calls
 
@@ -127,7 +127,7 @@ class Nested:
 
 
 class ByName:
-    """A file that takes tensors by name; a complex tensor becomes a real tensor with an additional axis of size 2."""
+    """A file that takes tensors by input name, and complex tensors as real tensors with one more axis of size 2."""
 
     # input_leaves: names of the leaves of the module's inputs, in order
     # pairs: names of complex outputs
@@ -195,7 +195,7 @@ Side: TypeAlias = Nested | ByName
 
 
 class InPlace(ByName):
-    """A file whose runtime updates the KV cache in place; the calls of a test case use the same cache."""
+    """A file whose runtime updates the KV cache in place."""
 
     _runner: CheckedRunner
     _written: InPlaceCache | None = None  # the cache after the last call
@@ -217,7 +217,7 @@ class InPlace(ByName):
 
 
 class InSharedMemory(OnnxRunner):
-    """An ONNX file that is called with a shared cache buffer longer than the text, as in a generation loop."""
+    """An ONNX file whose cache inputs and outputs share memory, as in a generation loop."""
 
     runtime: ClassVar[str] = f"{OnnxRunner.runtime}, shared cache"
 
@@ -307,7 +307,7 @@ def replay(
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
-    """Check that a file's logits of the last token are the same if all logits or only the last are requested."""
+    """Check that a file returns the same logits of the last token if only the last logits are requested."""
     if not runner.has_kept_scores:
         return
     for case in cases:
@@ -326,7 +326,7 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
         # computed alone, the sums of the last token's logits are in another order
         if not wrong <= 1e-3 * max(1.0, float(every.nan_to_num().abs().max())):
             raise ReplayError(
-                f"{runner.name}: logits of the last token alone differ by {wrong:.1e} from a call for all logits."
+                f"{runner.name}: the last token's logits differ by {wrong:.1e} if only these are computed, and not all."
             )
         return
 
@@ -334,7 +334,7 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
 def first_difference(
     path: pathlib.Path, program: ExportedProgram, case: Case, inputs: Sequence[str], tolerance: float
 ) -> list[str]:
-    """Return a list with a note on the first node whose value differs between ONNX file and program, or no notes."""
+    """Return at most one note, on the first node whose value differs between the ONNX file and the program."""
     # of larger files, the intermediate values would need too much memory
     if path.stat().st_size > 2**28 or any(path.parent.glob("*.data")):
         return []
@@ -381,7 +381,7 @@ def first_difference(
 
 
 class Padding:
-    """Tracks padded positions over the calls of a loop, except positions in a cache that the caller passed."""
+    """Records which positions are padded, over all calls of a loop."""
 
     def __init__(self) -> None:
         self._new: torch.Tensor | None = None
@@ -409,7 +409,7 @@ class Padding:
             self._new, self._all = everything[:, past:], everything
 
     def blank(self, name: str, value: Any) -> Any:
-        """Return an output with zeros at padded positions; the unchanged output if no position is padded."""
+        """Return an output with zeros at its padded positions."""
         hidden, axis = self._hidden(name, value)
         if hidden is None or not bool(hidden.any()):
             return value

@@ -29,12 +29,13 @@ class ExportReport(Report):
         module: name of the exported class.
         input_names: names of the program's inputs, in order.
         output_names: names of the program's outputs, in order.
-        seconds: duration of each step of the export, in seconds, by name of the step. ``"trace"`` is the time in
-            ``torch.export``, ``"replay"`` the time of all test calls of module, program and file. An ONNX export
-            also has the steps ``"convert"``, ``"save"`` and ``"load"``. The report on the first file of a folder also
-            has steps for the whole folder, such as ``"verify"``.
-        runtime: library for the file of ``to_executorch``, ``to_openvino`` or ``to_aotinductor``; ``""`` without file.
-        file_bytes: size in bytes of the file for ``runtime``, including separate weights; ``None`` without a file.
+        seconds: duration of each step of the export, in seconds, by name of the step. Step ``"trace"`` runs
+            ``torch.export``. Step ``"replay"`` runs all test calls of the module, the program and the file. An ONNX
+            export also has the steps ``"convert"``, ``"save"`` and ``"load"``. The report on the first file of a folder
+            also has steps for the whole folder, such as ``"verify"``.
+        runtime: ``"onnxruntime"``, ``"executorch"``, ``"openvino"`` or ``"aotinductor"`` for a file of that runtime;
+            ``""`` in the reports of ``export_program``, ``prove_program`` and ``export_onnx``.
+        file_bytes: size in bytes of the file for ``runtime`` and its weights; ``None`` for ONNX or without a file.
         planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, without the weights, in bytes;
             ``None`` for other libraries.
         onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without an ONNX file.
@@ -46,8 +47,8 @@ class ExportReport(Report):
         processor_seconds: CPU time of each step of the export, in seconds, by name of the step.
         peak_growth: growth of the peak memory of the process in each step, in bytes, by name of the step.
         remarks: notes on what the comparison did not check, with reasons.
-        yardstick: an object that measures the allowed difference of each output, from rounding to the weights' dtype;
-            ``None`` if ``tolerance`` is the limit for all outputs.
+        yardstick: an object that measures how much rounding to the weights' dtype changes each output, and allows such
+            differences; ``None`` if ``tolerance`` is the limit for all outputs.
         in_place: names of cache inputs that the runtime updates in place; empty if calls return the entire cache.
         quality: differences between the quantized file and the model; ``None`` without quantized weights, or if nothing
             was compared.
@@ -168,10 +169,10 @@ class ExportReport(Report):
             self.peak_growth[step] = self.peak_growth.get(step, 0) + peak_memory() - before
 
     def explained(self, case: Case) -> Mapping[str, float] | None:
-        """Return for each output the largest difference due to rounding errors; ``None`` if rounding was not measured.
+        """Return the largest difference of each output that rounding can explain; ``None`` without a ``yardstick``.
 
         Args:
-            case: a test case, whose rounding errors are measured once.
+            case: a test case. The rounding errors of a test case are measured only once.
         """
         return None if self.yardstick is None else self.yardstick.allowed(case)
 
@@ -191,7 +192,7 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return the test result; if outputs exceed the tolerance, the model's float32 rounding error is allowed.
+        """Return ``found``. If outputs exceed the tolerance, the rounding error of a float32 model becomes their limit.
 
         Args:
             found: the result of a comparison of the test case with the model.
@@ -297,7 +298,7 @@ def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> flo
 
 
 class Yardstick:
-    """Measures how much rounding to the dtype of the weights changes each output, as a limit for differences."""
+    """Measures how much each output changes if values are rounded to the dtype of the weights."""
 
     # is_half: whether half precision is compared with float32; else float32 is compared with float64
 

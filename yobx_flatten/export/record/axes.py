@@ -1,6 +1,6 @@
 """Find the tensor sizes that vary between recorded calls, name them, and find relations between the sizes.
 
-A *place* (a tensor axis or an integer) gets the name of a known size, such as ``batch``, that it equals in all calls.
+A tensor axis or integer input that equals a known size in all calls, such as ``batch``, gets the name of this size.
 """
 
 # call            0   1   2   3            name
@@ -44,7 +44,7 @@ class Axes:
 
 
 def read_axes(calls: Sequence[Call]) -> Axes:
-    """Find and name the axes whose sizes vary between the recorded calls of a model, prefill and decode together."""
+    """Find and name the axes whose sizes vary between recorded calls, such as a prefill call and decode calls."""
     reading = _AxisReading(calls)
     reading.match_known()
     reading.find_batch()
@@ -170,7 +170,7 @@ class _AxisReading:
                     self.axes.names[place] = fits[0]
 
     def describe(self) -> None:
-        """Store relations such as ``total = past + new``, and remarks about sizes that have one value in all calls."""
+        """Add relations such as ``total = past + new``, and remarks about sizes that did not vary, to ``self.axes``."""
         used = [name for name in self.axes.sizes if name in self.axes.names.values()]
         if "total" in used:
             self.axes.relations.append("total = past + new")

@@ -211,7 +211,7 @@ class Snapshot:
 
     @classmethod
     def take(cls, tree: PyTree, *, name: str, device: torch.device | None) -> Snapshot:
-        """Copy nested inputs or outputs, in a ``with`` block of ``register_flattening_functions``."""
+        """Copy nested inputs or outputs; call this inside a ``register_flattening_functions`` block."""
         check_no_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
         layouts = Layouts()
@@ -232,7 +232,7 @@ class Snapshot:
         return cls(tuple(facts), spec, lambda: kept)
 
     def restore(self, leaves: Sequence[Any] | None = None) -> PyTree:
-        """Return the nested object with given leaves; by default, with copies of the stored leaves on their devices."""
+        """Return the nested object with ``leaves``, or with copies of the stored leaves on their original devices."""
         if leaves is None:
             leaves = [_copy(leaf, fact.device) for leaf, fact in zip(self.leaves(), self.facts, strict=True)]
         with libraries_in_use():
@@ -328,7 +328,7 @@ def read_call(path: pathlib.Path, callee: Callee | None) -> Call:
 
 
 def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: pytree.TreeSpec) -> Snapshot:
-    """Return inputs or outputs whose tensors are read from a file of :func:`write_call` at each access."""
+    """Return recorded inputs or outputs whose tensors are read from a file each time they are used."""
 
     def load() -> Sequence[Any]:
         leaves: list[Any] = []

@@ -167,7 +167,7 @@ class RecordedCalls(Sequence[Call]):
         """Return the non-tensor arguments that are equal in all calls of a phase; :meth:`module` stores them.
 
         Args:
-            phase: name of the phase, which can be omitted if all calls are in one phase.
+            phase: name of a phase of the recording, such as ``"prefill"``; optional if the recording has one phase.
 
         Returns:
             The constant arguments by parameter name.
@@ -180,12 +180,13 @@ class RecordedCalls(Sequence[Call]):
     def example(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
         """Return the inputs of one recorded call, without :meth:`constants`, as example inputs for :meth:`module`.
 
-        The chosen call has the fewest dynamic sizes of 0 or 1, which ``torch.export`` treats as fixed. Among several
-        such calls, the fewest equal dynamic sizes decide, then the size. A batch of size 1 is repeated to size 2.
+        The chosen call has the fewest dynamic sizes of 0 or 1, because ``torch.export`` treats these sizes as fixed.
+        Among several such calls, the call in which the fewest dynamic sizes are equal is chosen, and among several of
+        these, the call with the fewest tensor elements. A batch of size 1 is repeated to size 2.
 
         Args:
-            phase: name of the phase, which can be omitted if all calls are in one phase.
-            **sizes: sizes for named axes (see :meth:`axes`): ``batch=3`` repeats or truncates tensors to 3 rows.
+            phase: name of a phase of the recording, such as ``"prefill"``; optional if the recording has one phase.
+            **sizes: sizes of named axes (see :meth:`axes`). ``batch=3`` repeats or truncates tensors to batch size 3.
 
         Returns:
             Copies of the keyword arguments, which the caller may change.
@@ -225,11 +226,11 @@ class RecordedCalls(Sequence[Call]):
         return {name: value for name, value in call.snapshot.restore(leaves).items() if name not in constants}
 
     def dynamic_shapes(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
-        """Return the ``dynamic_shapes`` of :meth:`example`, in the form that ``torch.export.export`` accepts.
+        """Return the ``dynamic_shapes`` of the inputs that :meth:`example` returns, for ``torch.export.export``.
 
         Args:
-            phase: name of the phase, which can be omitted if all calls are in one phase.
-            **sizes: the sizes that were passed to :meth:`example`; their axes become dynamic.
+            phase: name of a phase of the recording, such as ``"prefill"``; optional if the recording has one phase.
+            **sizes: the sizes that were passed to :meth:`example`; the axes with these names become dynamic.
 
         Returns:
             The specification for ``torch.export``, by parameter name.
@@ -252,7 +253,7 @@ class RecordedCalls(Sequence[Call]):
         """Return a module to export: it passes its inputs (see :meth:`example`) and :meth:`constants` to the model.
 
         Args:
-            phase: name of the phase, which can be omitted if all calls are in one phase.
+            phase: name of a phase of the recording, such as ``"prefill"``; optional if the recording has one phase.
 
         Returns:
             A module that calls the recorded method.
@@ -286,9 +287,9 @@ class RecordedCalls(Sequence[Call]):
         """Run a program on the recorded calls, and compare its outputs with the recorded outputs.
 
         Args:
-            program: an :class:`~yobx_flatten.ExportedModel`, a ``torch.export.ExportedProgram``, or anything that is
-                called with the arguments of :meth:`example`.
-            phase: name of the phase, which can be omitted if all calls are in one phase.
+            program: an :class:`~yobx_flatten.ExportedModel`, a ``torch.export.ExportedProgram``, or a callable that
+                takes the keyword arguments that :meth:`example` returns.
+            phase: name of a phase of the recording, such as ``"prefill"``; optional if the recording has one phase.
             tolerance: largest allowed absolute difference of an output value; 1e-4 by default.
 
         Returns:
@@ -406,7 +407,6 @@ def _alike(one: Call, other: Call) -> bool:
 
 
 def _arguments(call: Call) -> Iterable[str]:
-    """Return the names of the arguments of a recorded call that are not ``None``."""
     return dict.fromkeys(
         fact.path.partition(".")[0] for fact in call.facts() if fact.is_tensor or fact.value is not None
     )
@@ -418,7 +418,7 @@ class RecordReplay(Report):
     """A comparison of a program with recorded calls: ``print`` shows a table; the object is true if all calls pass.
 
     Attributes:
-        calls: for each recorded call, the differences between its recorded outputs and those of the program.
+        calls: for each recorded call, the differences between the outputs of the program and the recorded outputs.
         tolerance: largest allowed absolute difference of an output value.
     """
 
@@ -426,7 +426,7 @@ class RecordReplay(Report):
     tolerance: float
 
     def differences(self) -> Iterator[float]:
-        """Yield for every call the largest difference from the recorded outputs, infinite if the call failed."""
+        """Yield for every call the largest difference from the recorded outputs, or infinity if the call failed."""
         return (call.max_difference for call in self.calls)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:

@@ -37,10 +37,11 @@ def record_calls(
     """Context manager that records copies of the inputs and outputs of all calls of a module or a method.
 
     Inputs are copied before a call, because the call may fill the KV cache; outputs are copied after the call. Inside
-    the ``with`` block, classes are also registered, as :func:`~yobx_flatten.register_flattening_functions` does. The
-    end of the ``with`` block restores the original method, also after an exception. ``record_calls`` blocks can be
-    nested, and calls can come from any thread; calls in a torch trace are not recorded. A call that raises an error is
-    stored with its inputs in :attr:`RecordedCalls.failed`, and the error is raised unchanged.
+    the ``with`` block, KV caches and outputs of the Hugging Face libraries that are already imported are registered, as
+    in a :func:`~yobx_flatten.register_flattening_functions` block. The end of the ``with`` block restores the original
+    method, also after an exception. ``record_calls`` blocks can be nested. Calls can come from any thread. Calls in a
+    torch trace are not recorded. A call that raises an error is stored with its inputs in :attr:`RecordedCalls.failed`,
+    and the error is raised unchanged.
 
     Args:
         target: a module (its ``forward`` is recorded), an object with a ``method``, or a bound method.
@@ -122,7 +123,7 @@ class _Recorder:
     taken: int = 0
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any] | None:
-        """Copy a call's inputs; return a :class:`Call` and its KV cache; ``None`` if the call is not recorded."""
+        """Return a :class:`Call` with copies of the inputs, and the KV cache; ``None`` if the call is not recorded."""
         named = self.callee.bind(args, kwargs)
         if named is None:
             return None

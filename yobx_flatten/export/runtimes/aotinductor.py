@@ -148,8 +148,8 @@ def transposed_weights(program: ExportedProgram) -> ExportedProgram:
 
 
 def lift_sizes(module: GraphModule) -> None:
-    """Add the output sizes of each ``scan`` to its inputs, in place, since AOTInductor allocates outputs first."""
-    changed = False
+    """Add the output sizes of each ``scan`` operator to the inputs of the operator."""
+    changed = False  # the sizes are needed because AOTInductor allocates outputs first
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
         body, start, given, others = node.args
         symbols = {
@@ -185,7 +185,7 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[str]:
-    """Return the names of sizes that may not be 0, found by runs with fake tensors; empty if the example fails."""
+    """Return the names of sizes that may not be 0, according to runs of the program with fake tensors."""
     # program: what `flat_program` returned
     example = {row[0]: tuple(leaf.shape) for row, leaf in zip(signature.inputs, program.example_inputs[0], strict=True)}
     given = {name: example[leaf][axis] for name, (leaf, axis) in place_of_sizes(signature).items()}
@@ -195,7 +195,7 @@ def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[s
 
 
 def _call_without(empty: str, given: Mapping[str, int], signature: Signature, example: _Shapes) -> _Shapes | None:
-    """Return input shapes that have one size of 0 and fit the program's signature; ``None`` if no such shapes fit."""
+    """Return shapes of inputs for a call in which the size named ``empty`` is 0; ``None`` if none is found."""
     sizes = {**given, empty: 0}
     likely = {first + sign * second for first in sizes.values() for second in sizes.values() for sign in (1, -1)}
     others = [{name: other} for name in sizes if name != empty for other in sorted(likely) if other > 0]
@@ -235,7 +235,7 @@ def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
 
 @functools.cache  # several threads share one patch
 def whole_tails() -> AbstractContextManager[None]:
-    """Return a context manager in which inductor does not write past the end of a tiled reduction."""
+    """Return a context manager that corrects inductor, whose CPU reductions can write past the end of their output."""
     kernels, name = cpp_kernels(), "aggregate_reduction_buffers"
     if kernels is None or name not in vars(kernels):
         return nullcontext()  # another version of torch; the replay shows whether the file is right

@@ -117,7 +117,7 @@ def _without_kernel(operators: str) -> str:
 
 @functools.cache
 def states_of_the_call() -> AttributePatch:
-    """Return a context manager in which ExecuTorch writes programs whose copy and stack operators set output sizes."""
+    """Return a context manager that applies :func:`with_sizes` to every program that ExecuTorch writes."""
     managers: Any = importlib.import_module("executorch.exir.program._program")
     emit = managers.emit_program
 
@@ -131,7 +131,7 @@ def states_of_the_call() -> AttributePatch:
 
 
 def with_sizes(plan: Any) -> None:
-    """Make every copy and stack operator of an execution plan set the sizes of its output; change the plan in place."""
+    """Change an execution plan of ExecuTorch, so that copy and stack operators set the sizes of their outputs."""
     copy = _index(plan, "aten::copy_", "")
     if copy is not None:
         plan.operators[copy].name, plan.operators[copy].overload = "aten::copy", "out"
@@ -175,8 +175,8 @@ def _index(plan: Any, name: str, overload: str) -> int | None:
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply token rows, sorted by expert, with the weights of their experts (a mixture-of-experts layer).
 
-    Every expert multiplies all rows, and products with rows of other experts are discarded, because ExecuTorch plans
-    memory before the number of rows of an expert is known.
+    Every expert multiplies the rows of all experts, and products with the rows of other experts are discarded.
+    ExecuTorch requires this, because it plans memory before the number of rows of an expert is known.
 
     >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
     >>> grouped_product(rows, torch.tensor([[[10.0]], [[100.0]]]), torch.tensor([1, 3])).tolist()
@@ -277,20 +277,20 @@ def written_out(program: ExportedProgram) -> ExportedProgram:
 
 @functools.cache
 def _operator() -> Any:
-    """Define an attention operator for traces; it writes no buffers, which ``torch.export`` would make outputs."""
+    """Define an operator that represents attention on cache buffers in a trace."""
     library = torch.library.Library("yobx_flatten", "FRAGMENT")
     library.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "
         "Tensor mask, float scale) -> Tensor"
     )
     library.impl("attend", lambda query, *others: torch.empty_like(query), "Meta")
-    return library  # the operator is defined as long as this object exists
+    return library  # keeps the operator defined; it writes no buffers, which `torch.export` would make outputs
 
 
 def with_row_buffers(
     program: ExportedProgram, presents: Mapping[str, str], signature: Signature
 ) -> tuple[ExportedProgram, Rows]:
-    """Return a program for batch size 1 whose growing cache inputs are buffers."""
+    """Return a program for batch size 1 that writes keys and values into the caller's buffers."""
     # program: what `flat_program` returned; it is not changed
     # presents: for each cache input, the output that becomes this input of the next call
     # returns: a program with the same inputs and a last input whose length is the number of tokens in the buffers. The
@@ -355,7 +355,7 @@ class _Attention:
 
 
 def _attention(node: torch.fx.Node, cats: Mapping[torch.fx.Node, str], last: torch.fx.Node) -> _Attention | None:
-    """Return the inputs of an attention node if no other node reads its keys and values; ``None`` for other nodes."""
+    """Return the inputs of an attention node that can compute attention on cache buffers; ``None`` for other nodes."""
     if node.target is not _ATEN.scaled_dot_product_attention.default:
         return None
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -393,14 +393,14 @@ def _attend_in_place(
 
 
 def _mask_of_room(mask: torch.Tensor, keys: torch.Tensor, repeats: int) -> torch.Tensor:
-    """Convert a mask to an additive mask as long as the buffer, repeated for all query heads of a key head."""
+    """Convert an attention mask to an additive mask that has the length of the cache buffers."""
     # finite, since a padded token that attends to no position would be NaN
     lowest = torch.finfo(torch.float32).min / 2
     added = mask.reshape(mask.shape[2], mask.shape[3])
     is_boolean = mask.dtype == torch.bool
     added = torch.where(added, 0.0, lowest) if is_boolean else added.to(torch.float32).clamp(min=lowest)
     room = torch.nn.functional.pad(added, (0, keys.shape[1] - added.shape[1]), value=lowest)
-    return room.repeat(repeats, 1)
+    return room.repeat(repeats, 1)  # for all query heads that share a key head
 
 
 def _attend(
@@ -413,9 +413,9 @@ def _attend(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Compute attention for batch size 1; the token axis of the operator has all query heads that share a key head."""
+    """Compute attention on the cache buffers for batch size 1."""
     (_, heads, new, size), shared = query.shape, keys.shape[0]
-    query = query.reshape(shared, heads // shared * new, 1, size)
+    query = query.reshape(shared, heads // shared * new, 1, size)  # heads that share a key head: on the token axis
     key, value = (one.reshape(shared, new, 1, size) for one in (key, value))
     found = torch.ops.yobx_flatten.attend(query, key, value, keys, values, seen, new, mask, scale)
     return found.reshape(1, heads, new, size)  # type: ignore[no-any-return] # operators are untyped

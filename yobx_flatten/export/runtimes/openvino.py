@@ -142,7 +142,7 @@ def _grows(port: Any, result: Any) -> bool:
 
 
 def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
-    """Replace a ``Tile`` that repeats keys or values for several query heads by a product with ones."""
+    """Replace a ``Tile`` node that repeats keys or values by a multiplication with a tensor of ones."""
     shared, repeats = (tile.input(index).get_source_output() for index in range(2))
     shape = shared.get_partial_shape()
     if repeats.get_node().get_type_name() != "Constant" or shape.rank.is_dynamic or len(shape) != 5:
@@ -171,7 +171,7 @@ def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
 
 
 def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
-    """Store matrices that are integers times scales as integers and scales; keep all other weights unchanged."""
+    """Store each matrix of an OpenVINO file as integers and scales, if these reproduce the matrix."""
     import numpy
 
     openvino = import_openvino()
@@ -228,7 +228,7 @@ def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
 
 
 def blocks_of(quantization: Quantization) -> int:
-    """Return how many weights share a scale; 0 for one scale per output, the format of 8-bit NNCF and torchao."""
+    """Return how many weights have a common scale; 0 if all weights for an output have a common scale."""
     return quantization.block_size if quantization.bits == 4 or quantization.weights == "keep" else 0
 
 

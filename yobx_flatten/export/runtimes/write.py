@@ -151,7 +151,7 @@ class FileOptions:
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantization of the weights; may be read only after a call of :meth:`checked`."""
+        """The quantization of the weights, as an object; :meth:`checked` must have been called before."""
         assert not isinstance(self.quantize, str)
         return self.quantize
 
@@ -317,7 +317,7 @@ class _Job:
         replay_file(load, dataclasses.replace(source, cases=[*source.cases, *more], varied=()), report)
 
     def write(self, write: Callable[..., list[str]], library: str, *, trust: bool = False) -> bool:
-        """Write and replay a file, if possible with an in-place cache; return whether the cache is updated in place."""
+        """Write and replay a file, and return whether the file updates the KV cache in place."""
         # write: takes `in_place=`, and returns the names of the cache inputs that are updated in place
         report, source, done = self.report, self.source, len(self.report.cases)
         returns_cache = any(name.endswith((".key", ".value")) for name in source.traced.presents)
@@ -419,7 +419,7 @@ def _pte(job: _Job) -> None:
 
 
 def _pte_of(job: _Job, backend: Backend) -> None:
-    """Write an ExecuTorch file with the kernels of one backend, if possible with the cache in place; check the file."""
+    """Write an ExecuTorch file with the kernels of one backend, and check the file."""
 
     def write(traced: Traced = job.source.traced, kernels: Backend = backend, *, in_place: bool = False) -> list[str]:
         asked = job.options.quantization is not None

@@ -1,8 +1,8 @@
 """Reuse the template (description of all attributes) of an earlier cache layer, so that only leaves are read.
 
-Making the template of a cache layer takes 0.1 ms. For each layer index, the last four templates are stored, with the
-types and values of the attributes that the templates describe. A layer that differs from all stored templates in a type
-or value, also inside a nested dict, gets a new template.
+Making the template of a cache layer takes 0.1 ms. So the last four templates of each layer index are stored. A stored
+template is reused for a layer whose attributes have the same names and types, and the same values except for leaves.
+Attributes inside a nested dict are also compared.
 """
 
 # attributes    conv_states, device, has_previous_state
@@ -30,11 +30,11 @@ _PLAIN = frozenset({bool, int, str, type(None), torch.dtype, torch.device})
 # How many templates are kept for a place, and for how many places.
 _EACH, _MOST = 4, 4096
 
-_KNOWN: dict[Hashable, list[KnownState]] = {}
+_KNOWN: dict[Hashable, list[KnownState]] = {}  # by class, for a cache layer also by its index
 
 
 def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = False) -> tuple[KnownState, list[Any]]:
-    """Flatten an object's attributes; reuse the template of an earlier object at ``place`` (layer index) if it fits."""
+    """Describe an object's attributes, and list its leaves. The description of a similar earlier object is reused."""
     states = _KNOWN.get(place, [])
     for state in states:
         leaves = state.leaves_of(held)

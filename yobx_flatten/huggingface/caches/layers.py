@@ -1,8 +1,8 @@
-"""Describe each class of cache layer: its letter code in leaf names, tensors, token counters and fixed settings.
+"""Describe the attributes of the cache layer classes in transformers, and their codes in leaf names, such as ``W8``.
 
-A cache layer whose class is not in :data:`LETTERS` is flattened by its attributes; the names of its leaves contain a
-letter of :data:`OTHER_LETTERS` or the name of the class. The leaf ``position`` is a token counter that a layer stores
-as a tensor; the leaf ``length`` is the integer counter of all sliding layers of a cache (:mod:`..recipes`).
+If the class of a cache layer is not in :data:`LETTERS`, all attributes of the layer are flattened. The leaf names of
+such a layer contain a code of :data:`OTHER_LETTERS`, or the name of the class. A token counter that a layer stores as a
+tensor is the leaf ``position``. The integer token counter of all sliding layers of a cache is the leaf ``length``.
 """
 
 # letter  class                    leaves           counter         static (digits after the letter)
@@ -163,7 +163,7 @@ def remember(held: dict[str, Any]) -> None:
 
 
 def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return a tensor with the window size for a layer's ``_sliding_window_tensor``; ``None`` if none is made."""
+    """Return the attribute ``_sliding_window_tensor`` for a rebuilt layer: the window size as a tensor, or ``None``."""
     # no tensor is made for classes without one, and in a trace, where a new tensor would become a constant
     tensors = _WINDOW_TENSORS.setdefault(window, {})
     may_be_traced = torch.compiler.is_compiling() or is_jit_tracing()
@@ -206,7 +206,7 @@ def kind_of(cls: Any) -> LayerKind | None:
 
 
 def code_of(layer: CacheLayer) -> str:
-    """Return an abbreviation of a cache layer's class and settings for leaf names: ``W8`` has a sliding window of 8."""
+    """Return the code of a cache layer's class and settings in leaf names, such as ``W8`` for a sliding window of 8."""
     cls = type(layer)
     kind = kind_of(cls)
     if kind is not None:
@@ -221,7 +221,7 @@ _CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})(
 
 
 def letter_of(code: str) -> str:
-    """Return the letters at the start of the code of a cache layer; an empty string if the code is a class name.
+    """Return the letters of a cache layer's code in leaf names; an empty string if the code is the name of a class.
 
     >>> letter_of("W8"), letter_of("LX16"), letter_of("SummedLayer")
     ('W', 'LX', '')

@@ -26,7 +26,7 @@ _UNSET: Any = object()  # not None, which may be a leaf
 
 
 def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[str]]:
-    """Flatten the layers of a cache to leaves and names, and check that they have seen equally many tokens."""
+    """Flatten the layers of a cache to leaves and leaf names. All layers must have seen the same number of tokens."""
     # plain: whether names have no letter if all layers are `DynamicLayer`
     values: list[Any] = []
     names: list[str] = []
@@ -126,7 +126,7 @@ def _read_row(
 
 
 def _held_uncounted(layer: CacheLayer, length: Length) -> int:
-    """Return the number of keys of a layer that was filled while its token counter stayed 0; 0 for other layers."""
+    """Return the number of keys in a layer that has keys although its token counter is 0; else return 0."""
     held = vars(layer)
     keys = held.get("keys")
     if type(length) is not int or length or "max_cache_len" in held or type(keys) is not torch.Tensor:
@@ -272,7 +272,6 @@ def rebuild_by_attributes(
 
 @functools.cache
 def _makes_window_tensor(cls: type) -> bool:
-    """Return whether new layers of a class have a ``_sliding_window_tensor``, as in transformers 5.0 and later."""
     makers = [inspect.unwrap(vars(base)["__init__"]) for base in cls.__mro__ if "__init__" in vars(base)]
     return any("_sliding_window_tensor" in one.__code__.co_names for one in makers if hasattr(one, "__code__"))
 
@@ -310,7 +309,7 @@ def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
 
 
 def length_of(leaf: object) -> object:
-    """Convert the leaf of a token counter to an integer; return it unchanged if its value is unknown, as in a trace."""
+    """Convert the leaf ``length`` of a cache to an integer. A leaf without a known value is returned unchanged."""
     # leaf: an int64 tensor without axes; an integer, as stored by earlier versions; a placeholder
     has_no_value = torch.compiler.is_compiling() or is_jit_tracing()
     if has_no_value or not isinstance(leaf, torch.Tensor) or leaf.dim():

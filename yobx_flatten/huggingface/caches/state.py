@@ -1,4 +1,4 @@
-"""Flatten a cache layer without a ``LayerKind`` by its attributes: tensors, token counters, fixed settings.
+"""Flatten a cache layer without a ``LayerKind``: tensors and token counters are leaves, other attributes are static.
 
 A *template* describes the value of every attribute of a cache layer. A template is static data: it does not depend on
 the batch, the tokens seen, the dtype or the device, and can be stored as JSON.
@@ -128,7 +128,7 @@ def _holds_leaves(values: Iterable[Any], name: str) -> bool:
 
 
 def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) -> list[Any]:
-    """Describe how to rebuild a dtype, device or size: read it from a leaf that has it, or else use a stored value."""
+    """Return the template entry of a dtype, a device or a size: a reference to a leaf with this value, or the value."""
     if name in SIZES:
         path, axis = SIZES[name]
         index = paths.index(path) if path in paths else None
@@ -174,7 +174,7 @@ def _parts(entry: list[Any]) -> Iterable[tuple[Any, list[Any]]]:
 
 
 def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
-    """Return the leaves of an object that was built from ``template``; leaves may be placeholders."""
+    """Return the leaves from which an object was rebuilt. These leaves may be torch's placeholders for tensors."""
     leaves: list[Any] = []
 
     def walk(entry: list[Any], value: Any) -> None:
@@ -210,7 +210,7 @@ class StateBuilder:
                 self._made.append((name, _maker(entry, counter)))
 
     def build(self, leaves: Iterator[Any], length: Length) -> tuple[dict[str, Any], list[Any], bool]:
-        """Rebuild an object from the next leaves; also return the leaves used, and whether all have real values."""
+        """Return an object's attributes, the leaves they are rebuilt from, and whether no leaf is a placeholder."""
         used = list(itertools.islice(leaves, len(self.leaf_types)))
         held = self._plain.copy()
         for name, index in self._leaves:

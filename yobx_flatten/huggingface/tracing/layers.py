@@ -1,7 +1,7 @@
 """Replace functions of transformers by traceable functions with the signature of the original function.
 
-A function is replaced only if it has each required parameter of its replacement. A function with further parameters,
-which can change results, needs a replacement with ``**others`` and ``again`` (a function that calls the original).
+A function is replaced only if it has all required parameters of the replacement. If the function has parameters that
+the replacement lacks, the replacement needs the parameters ``**others`` and ``again``, the original function.
 
 The methods of cache layers are traced as one graph for every number of tokens, without a branch on the tokens seen.
 """
@@ -41,7 +41,7 @@ _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
-    """Decorate a function that makes replacements: each replacement gets the signature of the replaced function."""
+    """Decorate a function that returns a replacement: the replacement gets the signature of the original function."""
     # make: returns a version for an original, or the original if a release of transformers needs no replacement
 
     @functools.wraps(make)
@@ -78,7 +78,7 @@ def always(version: Function) -> Make:
 
 
 def traceable(version: Function) -> Make:
-    """Decorate a replacement; return a function that gives it the signature of the function to replace."""
+    """Return a function that takes an original function, and returns ``version`` with the signature of the original."""
     return replacement(always(version))
 
 
@@ -173,7 +173,7 @@ def _sliding_update(
 
 
 def last_places(keys: Tensor, most: Size) -> Tensor:
-    """Return the indices of the last tokens in ``keys``, in increasing order, at most ``most`` indices."""
+    """Return the indices of the last ``most`` tokens in ``keys``, or of all tokens if there are fewer."""
     # The slice `keys[:, :, -most:]` would check whether there are enough keys, and its strides whether it covers all
     # keys. These checks would become guards, so that the program refuses lengths on the other side of the window.
     count = keys.shape[-2]

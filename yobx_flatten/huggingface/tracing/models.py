@@ -109,7 +109,7 @@ def _chunk_scan(step: _Step, start: Tensor, given: tuple[Tensor, ...]) -> tuple[
 
 
 def _gates(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> Tensor:
-    """Return the weight of each expert for each token, of shape (experts, tokens, 1); 0 if not routed to it."""
+    """Return each expert's weight for each token, of shape (experts, tokens, 1). Unused experts have the weight 0."""
     gates = top_k_weights.new_zeros(top_k_index.shape[0], experts)
     return gates.scatter_add(1, top_k_index, top_k_weights).t().unsqueeze(-1)
 

@@ -49,7 +49,7 @@ def _shared_update(
 
 
 def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: Tensor) -> Tensor:
-    """Return one compressed key per full window of tokens in all calls so far, of shape (batch, windows, width)."""
+    """Return the compressed keys of all full windows of tokens so far, of shape (batch, windows, width)."""
     kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
     gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
     batch, count, ratio, size = *kv.shape[:2], module.compress_rate, module.head_dim
@@ -81,7 +81,7 @@ def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: Tensor
 
 
 def _overlapping(before: Tensor, windows: Tensor, size: int, closed: Size) -> tuple[Tensor, Tensor]:
-    """Replace the first ``size`` channels of each window of tokens by those of the previous window."""
+    """Replace the first ``size`` channels of each window by the first ``size`` channels of the previous window."""
     # also returns the first channels of the last full window, for the next call
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
     each = torch.arange(windows.shape[1], device=windows.device)

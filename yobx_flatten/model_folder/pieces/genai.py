@@ -21,8 +21,6 @@ EMBEDDING = "embedding"  # name of the file that computes input embeddings from 
 
 
 class FlatVisionEncoder(torch.nn.Module):
-    """Computes the features of one picture, of shape (tokens, hidden size)."""
-
     def __init__(self, encoder: torch.nn.Module) -> None:
         super().__init__()
         self.encoder = encoder
@@ -32,7 +30,7 @@ class FlatVisionEncoder(torch.nn.Module):
 
 
 class EmbeddingWithFeatures(torch.nn.Module):
-    """Computes input embeddings of tokens, with the rows of ``image_features`` for image tokens, in order."""
+    """Computes the input embeddings of a text, in which image features replace the embeddings of image tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ class Postnet(torch.nn.Module):
 
 
 def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Make inputs for SpeechT5, the first row padded; ``length`` counts tokens or blocks of ``_SAMPLES`` samples."""
+    """Make random inputs for SpeechT5, in which the first sequence of the batch is padded."""
     if model.main_input_name == "input_ids":
         ids = random_tokens(model, (rows, length))
         mask = torch.ones_like(ids)
@@ -158,7 +158,7 @@ NEVER = math.inf  # a threshold that no frame reaches, so that the number of cal
 
 @torch.no_grad()
 def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
-    """Make a test case: speech that the eager model generates from random input, whose first row is padded."""
+    """Make a test case: speech that the eager model generates from random inputs."""
     config = model.config
     read = spoken_input(model, rows, _LENGTH)
     speaker = random_values(model, (rows, config.speaker_embedding_dim), rows)

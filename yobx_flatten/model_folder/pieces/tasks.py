@@ -73,7 +73,7 @@ def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Pie
 def _piece(
     model: TransformersModel, example: dict[str, torch.Tensor], others: Mapping[str, dict[str, torch.Tensor]]
 ) -> Piece:
-    """Describe the only file of a model without a generation loop; picture sizes are fixed if they cannot vary."""
+    """Describe the file of a model that is exported to one file and has no generation loop."""
     # others: inputs of the test cases, by name
     # the file can be compared with the model only if outputs do not depend on torch's seed
     with undisturbed(seed=0, model=model):
@@ -158,7 +158,7 @@ TYPES = "token_type_ids"
 
 
 def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tensor:
-    """Make ``token_type_ids`` for text pairs, int64 of (batch, length); second texts begin at several positions."""
+    """Make ``token_type_ids`` of shape (batch, length) for text pairs, with second texts at different positions."""
     # for a model whose types have several columns (TAPAS), one more axis
     begins = 1 + torch.arange(batch)[:, None] % (length - 1)
     types = (torch.arange(length) >= begins).long()
@@ -168,7 +168,7 @@ def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tenso
 
 @torch.no_grad()
 def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
-    """Return whether the outputs of a model for ``tokens`` depend on token types that its tokenizer may return."""
+    """Return whether the outputs of a model depend on token types that the model's tokenizer may return."""
     if TYPES not in inspect.signature(model.forward).parameters:
         return False
     pairs = pair_types(model, *tokens.shape)

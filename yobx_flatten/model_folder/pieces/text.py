@@ -57,7 +57,7 @@ class Split:
     for_genai: bool = False  # whether to make the files for onnxruntime-genai, see `genai`
 
     def named(self, words: Sequence[str], make: Callable[..., T], *sizes: tuple[int, ...]) -> dict[str, T]:
-        """Make the inputs of test cases, by a name like ``batch 3, past 4``; the batch size is ``self.rows`` if set."""
+        """Make the inputs of test cases of several sizes; the names of the test cases are like ``batch 3, past 4``."""
         found = [(self.rows or rows, *others) for rows, *others in sizes]
         names = [", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)) for one in found]
         return {name: make(*one) for name, one in zip(names, found, strict=True)}
@@ -74,7 +74,7 @@ def pieces_of_calls(
     shapes: Mapping[str, Mapping[str, Any]],
     steps: int = 1,
 ) -> list[Piece]:
-    """Describe a file for each module, with export inputs from ``example`` and test inputs from ``others``."""
+    """Describe a file for each module; ``example`` has inputs for the export, and ``others`` inputs for tests."""
     # shapes: dynamic shapes of single inputs, by file; steps: number of calls of the last module in each case
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):
@@ -132,8 +132,6 @@ def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece
 
 
 class Encoder(torch.nn.Module):
-    """The encoder of an encoder-decoder model, which returns ``last_hidden_state`` in a dict."""
-
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.encoder = model.get_encoder()

@@ -40,7 +40,7 @@ class GridVisionEncoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether this class can run the vision encoder, and exported decoders accept the encoder's features."""
+        """Return whether this class can run a model's vision encoder, and exported decoders accept its features."""
         inside: Any = getattr(model, "model", None)
         if not all(hasattr(inside, name) for name in ("visual", "language_model", "get_rope_index")):
             return False
@@ -56,7 +56,7 @@ class GridVisionEncoder(torch.nn.Module):
         )
 
     def forward(self, pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
-        """Return features of image tokens, and features that decoder layers add (tokens, layers, hidden size)."""
+        """Return the features of image tokens and, if any, the features that decoder layers add to hidden states."""
         merge, count = self.visual.spatial_merge_size, pixel_values.shape[0]
         # the patches of a block of merge x merge patches are consecutive
         patch = torch.arange(count, device=pixel_values.device)
@@ -120,7 +120,6 @@ class NestedVisionEncoder(torch.nn.Module):
         return all(hasattr(inner, name) for name in ("vision_model", "connector", "text_model"))
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return features of shape (1, tokens per image, hidden size)."""
         high, wide = (size // self.patch_size for size in pixel_values.shape[-2:])
         mask = torch.ones(len(pixel_values), high, wide, dtype=torch.bool)
         seen = self.vision_model(pixel_values=pixel_values, patch_attention_mask=mask).last_hidden_state
@@ -151,7 +150,7 @@ class TiledVisionEncoder(torch.nn.Module):
         self.has_class_token = model.config.vision_feature_select_strategy == "default"
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return features (tiles, tokens, hidden size) and the embedding that ends a patch row (tiles, hidden size)."""
+        """Return, for each tile, its features and a copy of the embedding that ends a row of the picture's patches."""
         seen = self.vision_tower(pixel_values, output_hidden_states=True, return_dict=True).hidden_states
         found = torch.cat([seen[layer] for layer in self.layers], dim=-1)
         features = self.projector(found[:, 1:] if self.has_class_token else found)
@@ -174,7 +173,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
 
 def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Tensor]:
-    """Make a random picture, cut into the model's tiles; an even seed ``number`` makes it wide, an odd one high."""
+    """Make a random picture, cut into the model's tiles: a wide picture for an even ``number``, else a high picture."""
     # returns: `pixel_values` of shape (1, tiles, channels, height, width), and `image_sizes` of shape (1, 2)
     config = model.config
     side, tiles = config.vision_config.image_size, Tiles(config.to_dict())
@@ -224,7 +223,7 @@ class TextDecoder(_LanguageModel):
 
 
 class BlockwiseDecoder(_LanguageModel):
-    """Computes logits from embeddings; masks are made from sizes and token types, so one graph serves all calls."""
+    """Computes logits from embeddings, for models in which picture tokens attend to each other (Gemma 3, PaliGemma)."""
 
     # transformers reads `token_type_ids` in the first call only; each call of the module takes them for all tokens,
     # including cached ones. A generated token is outside image blocks, and attends to all earlier tokens.
@@ -329,7 +328,6 @@ class VisionEncoder(torch.nn.Module):
         self.model = model
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return features of shape (1, tokens per image, hidden size)."""
         found = self.model.get_image_features(pixel_values)
         found = getattr(found, "pooler_output", found)  # transformers 4 returns the features themselves
         return {"image_features": torch.stack(tuple(found)) if isinstance(found, (tuple, list)) else found}

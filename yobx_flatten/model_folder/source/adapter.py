@@ -193,8 +193,8 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
 
 
 def rooms_of(model: TransformersModel, adapters: Sequence[Adapter]) -> dict[str, tuple[int, int]]:
-    """Return sizes (in, out) of the layers that ``adapters`` change; if empty, of linear layers except the head."""
-    if not adapters:
+    """Return the input and output size of each layer that an adapter may change, by layer name."""
+    if not adapters:  # an adapter that is added later may change all linear layers except the head
         from transformers.pytorch_utils import Conv1D
 
         head = model.get_output_embeddings()
@@ -244,7 +244,7 @@ def _adapted(model: TransformersModel, folder: pathlib.Path) -> Iterator[dict[st
 
 
 def _matrices(model: TransformersModel, folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    """Return the LoRA matrices in the layers of a model, by the name of the exported file's input."""
+    """Return the LoRA matrices of a model; the keys are the names of the input tensors of the exported file."""
     from peft.tuners import lora
     from transformers.pytorch_utils import Conv1D
 

@@ -170,7 +170,7 @@ def classes_of_task(config: Any, task: str) -> list[Any]:
 
 
 def class_of_task(config: Any, task: str, own: Any) -> Any:
-    """Return the model class for a task: ``own`` if it fits the task, or if transformers has no other class."""
+    """Return ``own`` if this class fits a task, or transformers has no class for the task; else transformers' class."""
     flat = classes_of_task(config, task)
     # A class without a head, such as DPRContextEncoder, stays: its AutoModel may be another part of the model. A class
     # with a head stays only for tasks that this head is for.
@@ -179,7 +179,7 @@ def class_of_task(config: Any, task: str, own: Any) -> Any:
 
 
 def check_class(model: TransformersModel, own_task: str, task: str) -> None:
-    """Raise InvalidArgumentError if a task does not fit the model's class, such as embeddings for a class with head."""
+    """Raise InvalidArgumentError if a task does not fit the model's class, such as embeddings for a classifier."""
     kind = type(model)
     of_head = f"is for {own_task}, not for {task}. Leave the task out, or ask for {own_task}."
     if task == own_task == "feature-extraction" and kind.__module__.startswith("transformers."):
@@ -197,7 +197,7 @@ def check_class(model: TransformersModel, own_task: str, task: str) -> None:
 
 
 def note_on_head(model: TransformersModel, own_task: str, task: str) -> tuple[str, ...]:
-    """Return a note for the report if the model is exported with a head for which there is no task."""
+    """Return a note for the report if the exported model has a head that no task uses, such as a pretraining head."""
     kind = type(model)
     if task != "auto" or own_task != "feature-extraction" or model.base_model is model:
         return ()
@@ -217,7 +217,7 @@ def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
 
 
 def of_kind(name: str, config: Any) -> Any:
-    """Return the model class that a transformers auto class has for a configuration; ``None`` if it has none."""
+    """Return the model class that a transformers auto class loads for a configuration; ``None`` if it has no class."""
     import transformers
 
     auto, kind = getattr(transformers, name, None), type(config)

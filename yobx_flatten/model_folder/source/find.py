@@ -77,7 +77,7 @@ class FoundModel:
         return f"{self.name}: {'a small model' if self.is_small else 'a configuration'} with random weights"
 
     def for_task(self, task: str) -> FoundModel:
-        """Return the found model with its class for a task, which may be another class than in ``config.json``."""
+        """Return this model with the class for a task, which can differ from the class in ``config.json``."""
         stated = self.config.architectures or ()
         chosen = "" if task == "auto" else architecture_of_task(self.config, task, runs_code=self.runs_code)
         if not chosen or chosen in stated:

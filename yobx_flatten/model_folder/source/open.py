@@ -128,10 +128,9 @@ class Checkpoint:
         return dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight in ``dtype``; if it is not converted, it is memory-mapped."""
         with opened_tensors(self.files[name], failure=ModelSourceError) as file:
             tensor: torch.Tensor = file.get_tensor(name)
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor  # memory-mapped if not converted
 
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
@@ -163,7 +162,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
 def unread_model(
     found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Reader], tuple[str, ...]]:
-    """Return a model with parameters on the meta device, functions that read these, and remarks for the report."""
+    """Return a model with parameters on the meta device, functions that read them, and notes for the report."""
     assert found.folder is not None
     if found.runs_code:
         raise NotStreamableError("the model's class is not part of transformers")
@@ -216,7 +215,7 @@ def unread_model(
 def _differences(
     model: Any, checkpoint: Checkpoint, sources: Mapping[str, str], tied: Sequence[tuple[list[str], torch.nn.Parameter]]
 ) -> KeyDifferences:
-    """Return which weights of a checkpoint are missing, unused or of another shape, as in ``from_pretrained``."""
+    """Return which weights are missing in a checkpoint, are not used by the model, or differ in shape."""
     missing, reshaped = [], []
     for names, parameter in tied:
         held = [sources[name] for name in names if name in sources]

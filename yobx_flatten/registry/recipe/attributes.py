@@ -182,7 +182,7 @@ def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
 
 
 def checked(value: Static, where: str) -> Static:
-    """Return the value of a static attribute, or a copy; raise an error if the value cannot be static data."""
+    """Check that the value of an attribute can be static data; return the value, or a copy if the value can change."""
     if type(value) in _FIT:
         return value
     if not (_is_fit(value) or _approved.get(id(value)) is value):

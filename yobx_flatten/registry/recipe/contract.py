@@ -35,7 +35,7 @@ class FlattenFunctions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """The functions that flatten and unflatten instances of a class, and names of the class for files and messages."""
+    """The registration of a class: functions that flatten and unflatten its instances, and its name in saved files."""
 
     cls: type  # the class, exactly: subclasses need their own recipe
     flatten: Flatten  # `obj -> (children, static)`
@@ -92,7 +92,7 @@ class Recipe:
 
     @property
     def has_keys(self) -> bool:
-        """Whether a ``flatten_with_keys`` function was registered; without the function, the children are numbered."""
+        """Whether a ``flatten_with_keys`` function was registered for the class."""
         return getattr(self.flatten_with_keys, "__name__", "") != "flatten_with_positions"
 
 

@@ -192,7 +192,7 @@ def _written(cls: type) -> list[type]:
 
 
 def _check_of(cls: type) -> Callable[[Any], None]:
-    """Return a function that refuses a mapping with attributes that would be lost, because only items are exported."""
+    """Return a function that raises an error for a mapping with attributes that an export would lose."""
     if dataclasses.is_dataclass(cls):
         names = [field.name for field in dataclasses.fields(cls)]
         declared = frozenset(names)

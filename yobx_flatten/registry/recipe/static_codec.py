@@ -2,10 +2,10 @@
 
 A file names classes, functions and constants as ``module:name``. Names are resolved only in imported modules, and in a
 fixed table of modules in which model libraries define caches, outputs and configurations. An object of an unexpected
-type, or whose own name is not the name in the file, is refused.
+type is refused, as is a class or function that was defined under a different name.
 
-A value that JSON would change, such as a tuple, is stored as a dict with the single key ``"!<kind>"``. If JSON
-changed static data, a loaded program would refuse its own inputs, whose spec would differ from the stored spec.
+A value that JSON would change, such as a tuple, is stored as a dict with the single key ``"!<kind>"``. Otherwise, the
+static data in a loaded program would differ from the static data of its inputs, so the program would refuse the inputs.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _name_of(value: object) -> str:
 
 
 def _constant_name(value: object) -> str | None:
-    """Return the name of a constant, such as equinox's ``MISSING``, in the module of its class; ``None`` if unnamed."""
+    """Return the name of a constant, such as equinox's ``MISSING``, in the module that defines its class."""
     module = type(value).__module__
     contents = getattr(sys.modules.get(module), "__dict__", {}).copy()  # another thread may import it meanwhile
     return next((f"{module}:{name}" for name, found in contents.items() if found is value), None)
@@ -282,7 +282,7 @@ _FACTORIES = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, 
 
 
 def check_spec(text: str) -> None:
-    """Refuse a stored tree spec in which an enum or a ``defaultdict`` factory would make torch import a module."""
+    """Raise an error if torch would import a module for an enum or a ``defaultdict`` factory in a stored tree spec."""
     for node in _dicts(text):
         context = node.get("context")
         if node.get("type") == "collections.defaultdict":
@@ -297,7 +297,7 @@ def check_spec(text: str) -> None:
 
 
 def _dicts(tree: object) -> Iterator[dict[str, Any]]:
-    """Yield the dicts in a JSON document, given as text or as values; a text that is not JSON has none."""
+    """Yield all dicts in a JSON document, at every level of nesting."""
     if isinstance(tree, str):
         try:
             tree = json.loads(tree)
@@ -319,7 +319,7 @@ _MOST_LABELS = 100_000  # current models have 1,000 to 22,000 labels
 
 
 def objection_to(stated: Mapping[str, Any]) -> str | None:
-    """Return why a stored model configuration is refused (end of an error message); ``None`` if it is accepted.
+    """Return the reason why a stored model configuration is refused, or ``None`` if it is accepted.
 
     >>> objection_to({"num_hidden_layers": 32, "text_config": {"num_labels": 10**9}})
     'states num_labels = 1,000,000,000, but the limit is 100,000'
@@ -359,7 +359,7 @@ _KNOWN = re.compile(
 
 
 def import_known(module: str) -> None:
-    """Import a module if the fixed table of modules that a file may import contains it; otherwise do nothing."""
+    """Import a module that a file names, if files may import this module."""
     if module in sys.modules or _KNOWN.fullmatch(module) is None:
         return
     try:
@@ -394,7 +394,7 @@ def find_named(name: object, kind: str) -> Any:
 
 
 def _bears(found: object, name: str) -> bool:
-    """Return whether ``name`` consists of the module and the qualified name under which the object was defined."""
+    """Return whether an object was defined under ``name``, which has the form ``module:name``."""
     return f"{getattr(found, '__module__', None)}:{getattr(found, '__qualname__', None)}" == name
 
 

@@ -16,7 +16,7 @@ _AHEAD = 64  # largest number of nodes that are searched after a concatenation; 
 
 
 def fuse_attention(model: ir.Model) -> None:
-    """Replace the nodes that compute attention by one operator with the KV cache as input, in place."""
+    """Replace the nodes that compute attention by ``Attention`` operators that take the KV cache as input."""
     graph = model.graph
     changed = False
     # first, since this makes `Attention` nodes for the second loop
@@ -83,7 +83,7 @@ def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
-    """Return whether a value affects an attention node in any way except as its input of keys or of values."""
+    """Return whether a value affects an attention node in any way other than through the node's keys and values."""
     ahead = [node for node in value.consumers() if node is not attention]
     seen = set(map(id, ahead))
     while ahead:
@@ -138,7 +138,7 @@ def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
 
 
 def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, float] | None:
-    """Return query, key, scale and soft cap of scores ``cap * tanh(query @ key.mT * scale / cap)``, else ``None``."""
+    """Match attention scores ``cap * tanh(query @ key.mT * scale / cap)``; return query, key, scale and cap."""
     # the cap is 0 if there is no `tanh`
     if value is None:
         return None
@@ -161,7 +161,7 @@ def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, flo
 
 
 def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
-    """Remove multiplications and divisions by constants from a value; return the value before them and the factor."""
+    """Return a value before it was multiplied and divided by constants, and the factor of these operations."""
     factor = 1.0
     while (node := producer(value, "Mul") or producer(value, "Div")) is not None:
         # a constant numerator is not a scale
@@ -177,7 +177,7 @@ def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
 
 
 def unrepeated(value: ir.Value) -> ir.Value:
-    """Return keys or values without their repetition for query heads (``repeat_kv``); unchanged if not repeated."""
+    """Return keys or values as they were before ``repeat_kv`` repeated them for the query heads."""
     reshaped = producer(value, "Reshape")
     # repeat_kv of transformers adds an axis after the heads, expands this axis, and joins it with the heads
     expanded = None if reshaped is None else producer(reshaped.inputs[0], "Expand")
@@ -273,7 +273,7 @@ def _unswapped(value: ir.Value, made: Nodes) -> ir.Value | None:
 
 
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
-    """Replace ``old``, where it is transposed to (batch, tokens, width), by ``new``; return whether this succeeds."""
+    """Replace ``old``, where it is transposed to (batch, tokens, width), by ``new``; return whether it was replaced."""
     place = old
     while (reader := only_reader(place)) is not None:
         if reader.op_type != "Reshape" or place.shape is None or reader.outputs[0].shape != place.shape:

@@ -202,7 +202,7 @@ _BETWEEN = ("RotaryEmbedding", "RMSNormalization", "Reshape", "Transpose", "Add"
 
 
 def join_projections(model: ir.Model) -> None:
-    """Join, in place, the projections of queries, keys and values to one product, which is faster for one token."""
+    """Join the matrix products that compute queries, keys and values, because one product is faster when decoding."""
     for node in list(model.graph):
         if node.op_type in ("Attention", "GroupQueryAttention"):
             products = [made for value in node.inputs[:3] if (made := _product(value)) is not None]
@@ -312,5 +312,4 @@ def _path_to_head(scores: ir.Value) -> list[ir.Node]:
 
 
 def _is_of_tokens(value: ir.Value) -> bool:
-    """Return whether a value has the shape (batch, tokens, size) with a dynamic number of tokens."""
     return value.shape is not None and len(value.shape) == 3 and not isinstance(value.shape[1], int)

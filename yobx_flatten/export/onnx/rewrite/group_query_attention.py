@@ -1,9 +1,9 @@
 """Replace ``Attention`` by onnxruntime's ``GroupQueryAttention``, which writes the KV cache in place.
 
-``GroupQueryAttention`` of onnxruntime appends new keys and values to the earlier tokens, and copies nothing. The file
-computes the number of earlier tokens from the length of the mask, since the buffer ``past`` can be longer. Layers with
-a sliding window, whose cache has fewer tokens than the mask, are not changed. If the cache has tokens,
-``GroupQueryAttention`` accepts several new tokens only for batch size 1: larger batches read one token per call.
+``GroupQueryAttention`` appends new keys and values to the KV cache without copying the cache. The file computes the
+number of tokens in the cache from the length of the mask, since the buffer ``past`` may have room for more tokens.
+Layers with a sliding window are not changed, because their cache has fewer tokens than the mask. If the cache is
+not empty, ``GroupQueryAttention`` accepts several new tokens only for batch size 1, and else one token per call.
 """
 
 # past (1, 2, 1024, 64), 7 tokens seen ──> GroupQueryAttention ──> present: the same memory, 8 tokens seen
@@ -69,7 +69,7 @@ def shared_inputs(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _is_shareable(node: ir.Node) -> bool:
-    """Return whether an ``Attention`` node reads and returns a KV cache input that no other node reads."""
+    """Return whether an ``Attention`` node may write new keys and values into the memory of its KV cache input."""
     if node.op_type != "Attention" or node.domain != "" or len(node.inputs) < 6 or len(node.outputs) != 3:
         return False
     query, key, value, mask, past_key, past_value = node.inputs[:6]
@@ -223,7 +223,7 @@ def _matched(
 
 
 def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
-    """Simplify the mask computation of a file with ``GroupQueryAttention``, in place; unused nodes are not removed."""
+    """Simplify the nodes that compute the attention mask in a file with ``GroupQueryAttention`` nodes."""
     # past: the number of earlier tokens, of shape (1,): the length of the mask minus the number of new tokens
     less = past.producer()
     if less is None:
@@ -254,7 +254,7 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
 
 
 def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Value, past: ir.Value) -> bool:
-    """Return whether a ``GatherND`` reads whole rows of a padded mask: all columns, in order."""
+    """Return whether a ``GatherND`` node reads complete rows of a padded mask, with all columns in order."""
     places, given = producer(node.inputs[1], "Concat"), producer(padded.inputs[0], "Cast")
     if given is None or given.inputs[0] is not mask or places is None or len(places.inputs) != 2:
         return False

@@ -273,7 +273,7 @@ class CutReport:
 
     @property
     def phases(self) -> int:
-        """The number of modules that run code outside of layers: 2 if code runs only before and after all layers."""
+        """The number of modules that run code outside of layers, which is 2 if there is no code between layers."""
         return sum(piece.startswith("phase ") for piece in self.pieces)
 
     def __str__(self) -> str:

@@ -87,11 +87,11 @@ def test_patches_without_a_grid_and_frames_among_pictures_are_refused(qwen):
     patches, grid = pictures["pixel_values"], torch.tensor([[2, 4, 8]])
     films = {"pixel_values_videos": patches, "video_grid_thw": grid}
     for given, words in [
-        ({"pixel_values": patches}, r"Pass image_grid_thw .* of shape \(pictures, 3\)"),
-        ({"pixel_values_videos": patches}, r"Pass video_grid_thw .* of shape \(videos, 3\)"),
+        ({"pixel_values": patches}, r"image_grid_thw must have shape \(pictures, 3\).*Pass image_grid_thw as"),
+        ({"pixel_values_videos": patches}, r"video_grid_thw must have shape \(videos, 3\).*Pass video_grid_thw as"),
         ({"pixel_values": patches, "image_grid_thw": grid}, "pass videos as pixel_values_videos"),
         (films, r"0 video tokens \(id 258\), but the videos need 16"),
-        ({**films, "second_per_grid_ts": [1.0, 1.0]}, "second_per_grid_ts has 2 numbers, but video_grid_thw 1 rows"),
+        ({**films, "second_per_grid_ts": [1.0, 1.0]}, "has 2 numbers, but video_grid_thw has 1 rows"),
     ]:
         with pytest.raises(InvalidArgumentError, match=words):
             generator.generate(ids, mask, **given)

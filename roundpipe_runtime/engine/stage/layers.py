@@ -223,8 +223,8 @@ class LayerCall(CallState):
         except RuntimeError as error:
             if not as_leaves or not is_refused_write(error):
                 raise
+            mutates_inputs[self.training] = True  # also for the next call of the pipeline, if this one fails
             self.check_repeatable("write its input in place")
-            mutates_inputs[self.training] = True
             self.attempt_with_all(as_leaves=False)
 
     def _versions(self) -> list[int]:

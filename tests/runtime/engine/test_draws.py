@@ -412,7 +412,7 @@ def test_an_error_in_the_first_backward_comes_out_and_decides_nothing():
 
 
 def test_a_profiler_of_the_users_is_not_replaced():
-    """The backward is run alone, as nobody knows what a profiler does; also one in which a profiler starts."""
+    """A profiler may change anything, so a backward runs alone while a profiler is on, or if it starts a profiler."""
     names = []
 
     def look(frame, event, argument):

@@ -69,7 +69,7 @@ def test_rows_have_the_bits_of_the_whole_table(padding):
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.1}, {"sparse": True}, {"scale_grad_by_freq": True}])
 def test_embeddings_that_do_more_than_look_up_travel_whole(options):
-    """What is written, counts, or has sparse gradients is no table of rows; compiled code takes no stand-ins."""
+    """So do all tables of compiled code. The options write the table, count its rows, or make gradients sparse."""
     made = model(**options)
     (first, *_) = layer_contents.TableRule(by_rows=True).mark(scan(list(made)))
     assert not first.tables

@@ -67,7 +67,7 @@ def test_a_layer_that_leaves_its_input_alone_gets_the_leaf(devices):
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_a_layer_may_begin_to_write_its_input(devices, counts):
-    """torch refuses to write a leaf, so the call is repeated; one that wrote a buffer cannot be: that is an error."""
+    """torch refuses to write a leaf, so the call is repeated. If the layer wrote a buffer, only the next call runs."""
     inputs, labels = batch(6)
     expected, found = model(), model()
     found[1].counts = counts
@@ -78,7 +78,6 @@ def test_a_layer_may_begin_to_write_its_input(devices, counts):
     with pytest.raises(StageError, match=message) if counts else contextlib.nullcontext():
         [train(wrapped, inputs, labels) for _ in range(2)]
     assert found[1].calls >= 3
-    found[1].counts = False
     train(wrapped, inputs, labels)
     F.mse_loss(expected(inputs), labels).backward()
     assert near_gradients(found, expected)

@@ -302,7 +302,7 @@ class StoredMatrix:
         return -(-self.rows // self.block_size)
 
 
-def new_value(graph: Any, name: str, tensor: Any) -> Any:
+def new_value(graph: ir.Graph, name: str, tensor: Any) -> Any:
     value = ir.Value(name=name, const_value=tensor)
     value.shape, value.type = tensor.shape, ir.TensorType(tensor.dtype)
     graph.register_initializer(value)
@@ -322,7 +322,7 @@ def replace_product(node: Any, product: ir.Value, made: Nodes) -> None:
         before.graph.remove(before, safe=True)
 
 
-def is_in_main_graph(value: Any, graph: Any) -> bool:
+def is_in_main_graph(value: Any, graph: ir.Graph) -> bool:
     """Return whether a node outside of loops and branches computes a value, which can then be an output of the file."""
     return value.producer() is not None and value.producer().graph is graph
 
@@ -409,10 +409,10 @@ class Grids:
         return grid is not None and grid.bits <= bits
 
 
-def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool) -> StoredMatrix:
+def keep_integers(graph: ir.Graph, value: Any, grid: WeightGrid, *, transposed: bool) -> StoredMatrix:
     name, dtype = f"{value.name}{'' if transposed else '_T'}", value.const_value.dtype
 
-    def stored(suffix: str, array: Any) -> Any:
+    def stored(suffix: str, array: npt.NDArray[Any]) -> Any:
         return new_value(graph, f"{name}_{suffix}", ir.tensor(array))
 
     # scales in the dtype of the inputs: with scales that the graph casts, MatMulNBits returns zeros if onnxruntime's
@@ -437,7 +437,7 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
     return StoredMatrix(grid.bits, size, blocks * size, columns, parts, nbytes, offsets, dtype.name == "FLOAT16")
 
 
-def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
+def cast_value(graph: ir.Graph, value: Any, dtype: ir.DataType) -> Any:
     """Return a value of the graph cast to another dtype; onnxruntime casts constants when it loads the file."""
     if value.const_value.dtype == dtype:
         return value

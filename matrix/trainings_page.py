@@ -150,11 +150,11 @@ def _is_left_out(column: str, result: Mapping[str, Any]) -> bool:
 
 
 def _is_whole(result: Mapping[str, Any]) -> bool:
-    return any("batches run in one microbatch" in note for note in result.get("notes", ()))
+    return any("in one microbatch" in note for note in result.get("notes", ()))
 
 
 def _is_joined(result: Mapping[str, Any]) -> bool:
-    return any("run once for the whole batch" in note for note in result.get("notes", ()))
+    return any("once for the whole batch" in note for note in result.get("notes", ()))
 
 
 def _summary(results: Results) -> str:

@@ -38,7 +38,7 @@ class Trial:
 
     Attributes:
         name: the row.
-        notes: what the package warned of.
+        notes: what the package warned of, and the classes of the warnings.
         gives_example: whether the model is cut with its own batch, or with the tokens that the package makes.
     """
 
@@ -46,7 +46,7 @@ class Trial:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.notes: dict[str, None] = {}
+        self.notes: dict[str, type[Warning]] = {}
         self._pipeline: tuple[Any, Any] | None = None
 
     # -- what a kind of row states
@@ -172,7 +172,7 @@ class Trial:
             finally:
                 for one in said:
                     if issubclass(one.category, RoundPipeWarning):
-                        self.notes[" ".join(str(one.message).split())] = None
+                        self.notes[" ".join(str(one.message).split())] = one.category
 
     def close(self) -> None:
         """End the pipeline, if there is one."""
@@ -186,9 +186,11 @@ class Trial:
         Raises:
             DifferenceError: something is.
         """
+        from roundpipe_runtime.errors import UnevenSplitWarning
+
         for what, error in errors.items():
             if not error <= self.tolerance:
-                if stated := [note for note in self.notes if note.startswith("The batch was split unevenly")]:
+                if stated := [note for note, kind in self.notes.items() if issubclass(kind, UnevenSplitWarning)]:
                     raise RefusedError(f"a warning states it: {stated[0]}")
                 notes = "; ".join(note[:90] for note in self.notes)
                 cause = self.cause(batch)

@@ -16,6 +16,7 @@ from matrix.operators_cases import operators as all_operators
 from matrix.page import in_two, page_of
 from matrix.results import Results, failures, recorded_file, regressions
 from matrix.runner import Limits, Runner, read_events, sample
+from matrix.trainings_cases import run_type
 from matrix.ways import WAYS
 
 from .test_matrix_fakes import load_fake, run_fake
@@ -82,11 +83,8 @@ def test_what_ends_a_process_is_recorded_where_it_happened(runner, name, why, tm
     assert results["export"]["ok"] is (True if name == "fails" else None)
     assert name == "fails" or results["export"]["why"] == "round trip ended the process"
     # one that reports nothing fails in its first column
-    assert read_events(tmp_path, COLUMNS, "exit code 3", 2.0)["built"] == {
-        "ok": False,
-        "why": "exit code 3",
-        "seconds": 2.0,
-    }
+    found = read_events(tmp_path, COLUMNS, "exit code 3", 2.0)["built"]
+    assert found == {"ok": False, "why": "exit code 3", "seconds": 2.0}
 
 
 @pytest.fixture
@@ -174,6 +172,22 @@ def test_the_committed_page_is_the_one_of_the_committed_results(name):
         (DOCS / folder / f"{name}.md").read_text(encoding="utf-8") for folder in ("", "rows")[: 1 + has_rows]
     )
     assert committed == (in_two(name, expected) if has_rows else (expected,))
+
+
+# The page reads warnings of the package, so each reading is held by a training that warns.
+OUTCOMES = {
+    "own_loss:cross entropy (a mean stated as a sum)": "refused",
+    "pretraining:AlbertForPreTraining": "equal in one microbatch",
+    "zero_shot_image_classification:CLIPModel": "equal, joined loss",
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_the_page_of_trainings_reads_the_warnings_of_the_package(name, tmp_path):
+    with (tmp_path / "events.jsonl").open("w", encoding="utf-8") as events:
+        run_type(name, "roundpipe_runtime", ["built", "3 microbatches"], {}, None, events)
+    found = read_events(tmp_path, ["built", "3 microbatches"], None, 0.0)
+    assert trainings_page.outcome_of({"columns": found}) == OUTCOMES[name]
 
 
 # a few of every kind, and those that torch's exporter gets wrong or does not know

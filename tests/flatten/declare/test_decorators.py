@@ -155,12 +155,7 @@ def test_the_set_collects_the_classes_that_were_given_functions():
 @pytest.fixture
 def local():
     made: list[type] = []
-
-    def keep(cls):
-        made.append(cls)
-        return cls
-
-    yield keep
+    yield lambda cls: made.append(cls) or cls
     for cls in made:
         unregister_class_flattening(cls)
 

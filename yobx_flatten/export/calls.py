@@ -254,8 +254,9 @@ def prove_program(
     with register_flattening_functions(**options_in_use()):
         if program.example_inputs is None:
             raise InvalidArgumentError(
-                "This program has no example inputs to compare. Export again inside register_flattening_functions(...):"
-                "\n    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
+                "This program has no example inputs, so its outputs cannot be compared with the module's outputs. "
+                "Export again inside register_flattening_functions(...):\n"
+                "    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
             )
         args, kwargs = program.example_inputs
         check_arguments(module, args, kwargs)
@@ -263,8 +264,8 @@ def prove_program(
         if differences:
             found = "\n".join(map(str, differences))
             raise SpecMismatchError(
-                f"This program was exported while its inputs were registered differently:\n{found}\n"
-                "Export the module inside this with block:\n"
+                f"The inputs of this program are flattened differently now than during its export:\n{found}\n"
+                "Export the module again inside this with block:\n"
                 "    with register_flattening_functions(patch_transformers=True):\n"
                 "        exported = DynamoExporter().export(model, inputs, config)"
             )
@@ -306,7 +307,7 @@ logger = logging.getLogger("yobx_flatten")
 def with_fewer_sizes(
     export: Callable[[Example, bool], ExportedModel], example: Example, stated: DynamicShapes
 ) -> ExportedModel:
-    """Export an example; if torch fails, try again with fewer dynamic sizes, and name the fixed sizes in the report."""
+    """Export a module; if torch fails, export the module again with fewer dynamic sizes."""
     # export: takes an example, and whether this function has fixed sizes of the example
     # stated: the dynamic shapes that the caller passed; sizes are fixed only if the caller passed "auto"
     module = example.module

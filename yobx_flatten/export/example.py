@@ -49,7 +49,7 @@ _NEW = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids")
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The largest batch size and numbers of tokens that a program accepts; ``None`` for a size without a bound."""
+    """The largest batch size, sequence length and number of tokens per call that a program shall accept."""
 
     batch: int | None = None  # number of rows
     length: int | None = None  # number of tokens, in the cache and the mask
@@ -83,13 +83,13 @@ class Bounds:
                 fitting = {**({} if self.batch is None else {"batch": self.batch}), "length": most, **new}
                 raise DynamicShapesError(
                     f"bounds: length={self.length} is above the {most} positions of {type(module).__qualname__} "
-                    f"(config.{name}):\n    bounds={fitting}"
+                    f"(config.{name}). Pass at most this length:\n    bounds={fitting}"
                 )
 
     def on(
         self, obj: PyTree, shapes: DynamicShapes, path: tuple[str, ...] = (), axes: Mapping[int, str] | None = None
     ) -> DynamicShapes:
-        """Return the dynamic shapes, in which each ``Dim`` has the bound of its axis as ``max``."""
+        """Return ``shapes`` after setting the ``max`` of each ``Dim`` to the bound of its axis."""
         # path, axes: the place of `obj` in the inputs, and the meanings of its axes, if they are known
         node = None if shapes is None else node_of(obj)
         if node is not None:
@@ -149,7 +149,7 @@ class Bounds:
 
 
 def dynamic_axes(inputs: PyTree, shapes: DynamicShapes) -> Iterator[tuple[str, torch.Tensor, int, Any]]:
-    """Yield the input name, tensor, axis and ``Dim`` of each input axis that ``dynamic_shapes`` does not fix."""
+    """Yield the input name, tensor, axis number and ``Dim`` of each dynamic input axis."""
     for name, leaf, dims in zip(leaf_names(inputs), leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True):
         for axis, dim in (dims or {}).items() if isinstance(leaf, torch.Tensor) else ():
             if dim is not None:
@@ -383,7 +383,7 @@ def varying_axes(example: Example) -> set[Axis]:
 
 
 def rows_of(example: Example) -> set[tuple[str, int]]:
-    """Return the batch axis of each input tensor, found by the batch size (axis 0 of the first input tensor)."""
+    """For each input tensor, return the first axis with the batch size (the size of axis 0 of the first tensor)."""
     tensors = {name: leaf for name, leaf in example.leaves.items() if isinstance(leaf, torch.Tensor) and leaf.ndim}
     rows = next((leaf.shape[0] for leaf in tensors.values()), None)
     return {(name, leaf.shape.index(rows)) for name, leaf in tensors.items() if rows in leaf.shape}

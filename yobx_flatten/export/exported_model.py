@@ -36,7 +36,7 @@ def _about_kinds(example: Example | None, given: Mapping[str, Any]) -> InvalidAr
     for name in {**held, **given} if held else ():
         if name not in given or name not in held:
             what = "is missing" if name in held else "is not an input of the program"
-            return InvalidArgumentError(f"{name} {what}. Pass the same arguments as in the example: {', '.join(held)}.")
+            return InvalidArgumentError(f"{name} {what}. Pass the arguments of the export: {', '.join(held)}.")
         if _kinds(given[name]) != _kinds(held[name]):
             wanted = string_type(held[name], with_shape=True)
             found = f"expected {wanted} as in the example, found {describe_class(given[name])}"
@@ -286,8 +286,8 @@ class ExportedModel:
 def source_of(exported: ExportedModel) -> Source:
     if exported._source is None:
         raise InvalidArgumentError(
-            "This program was not made by export_program: it has no test inputs. Export the module with\n"
-            "    export_program(module, args, kwargs)\nor check a program of torch.export:\n"
+            "This program was not made by export_program, so it has no test inputs with which to check a file. Export "
+            "the module:\n    export_program(module, args, kwargs)\nor check a program of torch.export first:\n"
             "    prove_program(program, module)"
         )
     return exported._source

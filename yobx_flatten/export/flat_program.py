@@ -1,7 +1,4 @@
-"""Convert an ``ExportedProgram``, without a new trace, to a program that takes and returns a flat list of tensors.
-
-Constant inputs and outputs (``None``, a fixed number) are left out of the flat list of tensors.
-"""
+"""Convert an ``ExportedProgram``, without a new trace, to a program that takes and returns a flat list of tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from .traced import Traced
 
 
 def flat_program(program: ExportedProgram) -> ExportedProgram:
-    """Return a program with a flat list of tensors as inputs; call it inside ``register_flattening_functions``."""
+    """Return a copy of a program that takes a flat list of tensors instead of nested inputs."""
     module, signature = copy.deepcopy(program.graph_module), program.graph_signature
     inputs, outputs = [], []
     for entry, node in zip(signature.input_specs, module.graph.find_nodes(op="placeholder"), strict=True):
@@ -107,8 +104,8 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
         value = values[argument]
         if not isinstance(value, torch.Tensor):
             raise InvalidArgumentError(
-                f"The input {name} is a number that varies, but runtimes other than torch accept only tensors. Pass a "
-                "0-d tensor, or fix the number in dynamic_shapes."
+                f"The input {name} is a Python number that varies between calls, but runtimes other than torch accept "
+                "only tensors. Pass a 0-d tensor, or make the number constant: set its dynamic_shapes to None."
             )
         sizes = tuple(counted.get((name, axis), _size(size)) for axis, size in enumerate(value.shape))
         inputs.append((name, value.dtype, sizes))

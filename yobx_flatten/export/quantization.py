@@ -133,7 +133,7 @@ class Quantization:
 
     @property
     def may_be_by_token(self) -> bool:
-        """Whether ``activations="auto"`` may mean ``"token"``: requires int8 weights and a ``calibration`` text."""
+        """Whether ``activations="auto"`` tries ``"token"``, which needs int8 weights and a ``calibration`` text."""
         is_open = self.activations == "auto" and self.weights == "int8" and self.block_size == _BLOCK
         return is_open and self.tokens is None and self.calibration is not None
 
@@ -203,19 +203,19 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
     asked = f"quantize={chosen.weights!r}"
     if runtime not in ("openvino", "executorch"):
         raise InvalidArgumentError(
-            f"{caller}: {asked} is for files of onnxruntime, OpenVINO and ExecuTorch, not of {runtime}: leave it out, "
-            'or take\n    target="onnxruntime"  # or "openvino", "executorch"'
+            f"{caller}: {asked} is supported for files of onnxruntime, OpenVINO and ExecuTorch, not of {runtime}. "
+            'Leave quantize= out, or choose another runtime:\n    target="onnxruntime"  # or "openvino", "executorch"'
         )
     if chosen.activations != "auto":
         raise InvalidArgumentError(
-            f"{caller}: activations={chosen.activations!r} is for onnxruntime files only; {runtime} decides this "
-            "itself. Leave activations= out."
+            f"{caller}: activations={chosen.activations!r} is supported for onnxruntime files only. {runtime} chooses "
+            "the precision of activations itself: leave activations= out."
         )
     if chosen.weights == "keep":
         if runtime == "executorch":
             raise InvalidArgumentError(
-                f"{caller}: {asked} is for files of onnxruntime and OpenVINO; the tools of {runtime} round weights "
-                'themselves. Leave quantize= out, or take quantize="int8"'
+                f"{caller}: {asked} is supported for files of onnxruntime and OpenVINO only, since torchao rounds all "
+                f'weights of {runtime} files again. Leave quantize= out, or take quantize="int8"'
             )
     elif runtime == "openvino":
         require("nncf", purpose=f"{caller}: {asked} for OpenVINO", extra="nncf")
@@ -223,15 +223,15 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
         require("torchao", purpose=f"{caller}: {asked} for ExecuTorch", extra="executorch")
         if chosen.bits == 4 and chosen.block_size % 32:
             raise InvalidArgumentError(
-                f"{caller}: XNNPACK has blocks of 32, 64, 128 and 256 weights, found {chosen.block_size}:\n"
+                f"{caller}: XNNPACK needs a block_size of 32, 64, 128 or 256, found {chosen.block_size}. Pass one:\n"
                 '    Quantization("int4", block_size=32)'
             )
 
 
 def nothing_kept(module: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f'quantize="keep": no weight of {module} is stored as integers of 4 or 8 bits with scales. To quantize them: '
-        'quantize="int4" or quantize="int8" (--quantize int4)'
+        f'quantize="keep": no weight of {module} is stored as integers of 4 or 8 bits with scales. To quantize the '
+        'weights: quantize="int4" or quantize="int8" (--quantize int4)'
     )
 
 
@@ -436,7 +436,7 @@ def find_bits(roles: Mapping[str, Role], width: int, measured: Callable[[Bits], 
 
 
 def first_bits(roles: Mapping[str, Role], bits: int) -> dict[str, int]:
-    """Return the number of bits that each role of matrices gets at first, by the name of the role."""
+    """Return the number of bits per weight with which :func:`find_bits` begins, by the name of the :class:`Role`."""
     found = dict.fromkeys(roles, bits)
     wide = found | _wide_heads(roles, bits)
     return wide if are_exact(wide, roles) else found  # the LM head gets more bits if no weight is then rounded

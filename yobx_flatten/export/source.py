@@ -153,7 +153,7 @@ def prove(
 
 
 def replay_cases(sides: Sequence[Side], source: Source, report: ExportReport) -> None:
-    """Add the results of test cases to the report, inside an open ``register_flattening_functions`` block."""
+    """Run the test cases on a program or file, and add the results to the report."""
     for case, side in itertools.product(source.cases, sides):
         _add(_result(side, source, case, report, is_varied=False), report)
 

@@ -34,7 +34,7 @@ Relation = tuple[Expression, Mapping[str, Place]]
 
 
 def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple[str, int], str]:
-    """Return the name of each dynamic axis, by the name of the input and the axis."""
+    """Return the name that ``dynamic_shapes`` gives to each dynamic axis, by input name and axis number."""
     # rows: the name, the value and the entry of each leaf of the inputs
     found: dict[tuple[str, int], str] = {}
     sizes: dict[str, tuple[str, int]] = {}
@@ -97,7 +97,7 @@ def _as_expression(expression: sympy.Basic, place: str) -> Expression:
     if found is not None:
         return found
     raise DynamicShapesError(
-        f"{place}: {expression} has an operator that sizes do not support. Use +, *, //, %, min, max and comparisons."
+        f"{place}: the size {expression} has an unsupported operator. Use +, *, //, %, min, max and comparisons."
     )
 
 

@@ -182,8 +182,9 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
     for spec in program.call_spec:
         for cls, place, size in [] if spec is None else _sizes(spec):
             raise errors.StaticDataError(
-                f"The static part of {cls} holds {size} at {place}, a size that varies in the trace: the program would "
-                f"always return the size of its example. Return the size among the children of {cls}, as an int."
+                f"The static part (torch: context) of {cls} holds {size} at {place}, a size that varies in the trace: "
+                "the program would always return the size of its example. Return the size among the children of "
+                f"{cls}, as an int."
             )
     fill(program, offloaded_readers(module))
     written, drawing = written_state(program), draws_random_numbers(program)

@@ -47,7 +47,7 @@ _SECONDS = (0.3, 1.0)
 def varied_cases(
     example: Example, traced: Traced, *, only_largest: bool = False, magnitudes: bool = True
 ) -> tuple[list[Case], list[str]]:
-    """Make test cases of other sizes and values, inside an open ``register_flattening_functions`` block."""
+    """Make test cases with other sizes and values than the example."""
     # returns: the cases, and notes on inputs that the module refused
     # only_largest: whether to make only the first case
     # magnitudes: whether values may be larger than the example's, which increases rounding errors

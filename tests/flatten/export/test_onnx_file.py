@@ -291,17 +291,17 @@ def test_helpers_of_graphs_name_what_is_missing():
     first, bare = ir.val("first", ir.DataType.FLOAT16, [2]), ir.Value(name="bare")
     last = ir.node("Add", [first, None], name="sum")
     assert input_of(last, 0) is first
-    with pytest.raises(ValueError, match="the Add sum has no input 1"):
+    with pytest.raises(ValueError, match="the Add node sum has no input 1"):
         input_of(last, 1)
     assert type_of(first) == ir.DataType.FLOAT16
-    with pytest.raises(ValueError, match="the type of bare is not known"):
+    with pytest.raises(ValueError, match="the dtype of the ONNX value bare is not known"):
         type_of(bare)
     copy_type(first, bare)
     assert first.dtype == ir.DataType.FLOAT16
     graph = ir.Graph([first], last.outputs, nodes=[last])
     insert_before(last, [ir.node("Abs", [first], name="abs"), ir.node("Exp", [first], name="exp")])
     assert [node.name for node in graph] == ["abs", "exp", "sum"]
-    with pytest.raises(ValueError, match="the Abs alone does not belong to a graph"):
+    with pytest.raises(ValueError, match="the Abs node alone does not belong to a graph"):
         insert_before(ir.node("Abs", [first], name="alone"), [])
 
 

@@ -103,7 +103,7 @@ def _off_by_one(read, presents):
     ("replaced", "by", "reason"),
     [
         ("keep_in_state", _off_by_one, "the example: it differs by 1.0e+00"),
-        ("copied_states", lambda path: ["one"], "OpenVINO would copy 1 of 4 cache tensors in each call."),
+        ("copied_states", lambda path: ["one"], "in each call, OpenVINO would copy 1 of the 4 KV cache tensors."),
         ("keep_in_state", lambda read, presents: 1 // 0, "ZeroDivisionError: "),
     ],
     ids=["differs", "is copied", "stops"],

@@ -89,7 +89,7 @@ def write_proven(
     quantization: Quantization | None = None,
     translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> None:
-    """Convert and check a program inside ``register_flattening_functions``; after a failure, use simpler operators."""
+    """Convert a program to ONNX and check the file; if that fails, convert again with simpler operators."""
     # report: gets the results of the last attempt, the opset and the operators, and a note on each failed attempt
     # opset_version: the opset to write; `None` for the newest that passes the replay
     # share: whether to try onnxruntime's attention first, which updates the cache in place
@@ -273,7 +273,7 @@ def _guard(
     add = made.add
 
     def number(found: Expression) -> ir.Value:
-        """Add nodes that compute an expression of input sizes; return its value, int64 of shape (1,)."""
+        """Add nodes that compute an expression of input sizes; return their result, an int64 value of shape (1,)."""
         if isinstance(found, int):
             return add("Constant", value_ints=[found])
         if isinstance(found, str):
@@ -317,7 +317,7 @@ class _OtherSizes:
         self.sizes = {} if example.no_data else _sizes_in(example.case(1), example, signature)
 
     def are_right_without(self, relation: Expression) -> bool:
-        """Return whether the program is right for input sizes that violate ``relation``; ``False`` if unknown."""
+        """Return whether the program's outputs are right for input sizes that violate ``relation``."""
         if not names_in(relation) <= self.sizes.keys():
             return False
         near = (  # each differs in one size from the example inputs

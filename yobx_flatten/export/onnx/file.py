@@ -141,7 +141,7 @@ class UnprovenFile:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def replace_by(self, model: ir.Model) -> int:
-        """Replace the file by a model whose weights may still be read from the file; return the new size in bytes."""
+        """Replace the file by a model, which may read its weights from the old file; return the new size in bytes."""
         old = [file for file in self.folder.iterdir() if file.is_file()]
         other = UnprovenFile(self.target, self.folder / "replacement")
         other.folder.mkdir()
@@ -291,5 +291,8 @@ def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:
         for node, place in value.uses() if is_first else ():
             product = node.outputs[0]
             if node.op_type != "MatMul" or place != 1 or product.shape is None:
-                raise FlattenError(f"{value.name} cannot be an adapter input: {node.op_type} reads it, not MatMul.")
+                raise FlattenError(
+                    f"The LoRA matrix {value.name} cannot be an input of the ONNX file: it must be the second input of "
+                    f"MatMul, but {node.op_type} reads it."
+                )
             product.shape = ir.Shape([*product.shape[:-1], rank])

@@ -259,7 +259,7 @@ def input_moments(
 def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Run a file on each call; yield intermediate values by name, as float32 matrices with one row for each token."""
+    """Run an ONNX file on each test case; yield intermediate values by name, as float32 matrices (tokens, size)."""
     model = ir.load(file.path)
     held = {output.name for output in model.graph.outputs}
     made = {output.name: output for node in model.graph for output in node.outputs if output.name in sizes}
@@ -305,7 +305,7 @@ _SHARE, _MOST = 48, 32
 
 
 def input_splits(file: UnprovenFile, quantization: Quantization, source: Source) -> InputSplits:
-    """Return how to quantize small and large values in the input of each matrix product separately, by input name."""
+    """Return, for the input of each matrix product, which values are large and are quantized separately."""
     # the result is empty if nothing was measured
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:

@@ -31,7 +31,7 @@ _PAGE = 4096
 
 
 def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
-    """Let a converted ONNX graph without weight data read each weight from its file when the graph is saved."""
+    """Make the weights of an ONNX graph lazy: each weight is read from disk when the graph is saved."""
     from ...core.private_names.of_torch import is_fake
 
     made: dict[int, ir.LazyTensor] = {}  # by reader, so that tied weights are stored once
@@ -40,7 +40,7 @@ def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
         if held is None or not is_fake(getattr(held, "raw", None)):
             continue
         if name not in readers:
-            raise FlattenError(f"The weight {name} has no values, in memory or in a file. Load the model first.")
+            raise FlattenError(f"The weight {name} has values neither in memory nor on disk. Load the model first.")
         reader = readers[name]
         if id(reader) not in made:
             made[id(reader)] = ir.LazyTensor(
@@ -143,7 +143,7 @@ class WeightGrid:
 
     @property
     def middle(self) -> int:
-        """The integer that represents the weight 0 if blocks have no zero points."""
+        """The integer that represents a weight of 0 if the blocks have no zero points."""
         return int(2 ** (self.bits - 1))
 
     def packed(self) -> Bytes:
@@ -323,7 +323,7 @@ def replace_product(node: Any, product: ir.Value, made: Nodes) -> None:
 
 
 def is_in_main_graph(value: Any, graph: ir.Graph) -> bool:
-    """Return whether a node outside of loops and branches computes a value, which can then be an output of the file."""
+    """Return whether a value is computed outside of loops and branches, so that it can be a graph output."""
     return value.producer() is not None and value.producer().graph is graph
 
 
@@ -386,13 +386,13 @@ def holds_integers(module: torch.nn.Module) -> bool:
 
 
 def read_columns(tensor: Any, transposed: bool) -> Floats:
-    """Read a weight matrix in the shape (outputs, inputs); the caller unmaps the tensor."""
+    """Read a weight matrix in the shape (outputs, inputs)."""
     array: Floats = tensor.numpy()
     return array if transposed else numpy.ascontiguousarray(array.T)
 
 
 class Grids:
-    """Caches the integers and scales of weights, which are needed each time the file is written."""
+    """Caches the integers and scales of weights, so that each matrix is analyzed once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bool], WeightGrid | None] = {}
@@ -438,7 +438,7 @@ def keep_integers(graph: ir.Graph, value: Any, grid: WeightGrid, *, transposed: 
 
 
 def cast_value(graph: ir.Graph, value: Any, dtype: ir.DataType) -> Any:
-    """Return a value of the graph cast to another dtype; onnxruntime casts constants when it loads the file."""
+    """Return a constant of the graph, cast to another dtype."""
     if value.const_value.dtype == dtype:
         return value
     cast = ir.node("Cast", [value], {"to": int(dtype)})

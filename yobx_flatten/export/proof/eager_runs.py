@@ -43,7 +43,7 @@ _LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def in_one_thread(module: torch.nn.Module) -> Iterator[None]:
-    """Use one CPU thread for small models in a ``with`` block, since more threads mostly wait in short calls."""
+    """In a ``with`` block, use one CPU thread for a small model, whose short calls are not faster with more threads."""
     if weight_bytes(module) >= SAMPLED_FROM:
         yield
         return
@@ -123,10 +123,7 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 
 
 class EagerRuns:
-    """Runs test cases with the eager module, and caches small outputs for comparisons with several files.
-
-    Outputs are cached by the ``id`` of a test case. To run a test case with another LoRA adapter, copy the test case.
-    """
+    """Runs test cases with the eager module, and caches small outputs for comparisons with several files."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -151,7 +148,7 @@ class EagerRuns:
         return steps
 
     def first(self, kwargs: Mapping[str, Any]) -> Step | None:
-        """Return the first call of a cached test case with exactly these inputs; ``None`` if no such case is cached."""
+        """Return the cached first call of the test case with exactly these inputs; ``None`` if it is not cached."""
         leaves = pytree.tree_leaves(dict(kwargs))
         for (_, _, is_plain, _), (case, steps) in self._kept.items():
             given = pytree.tree_leaves((case.args, dict(case.kwargs)))
@@ -307,7 +304,7 @@ def note_on_lost(lost: Mapping[str, str]) -> list[str]:
 
 
 def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
-    """Return ``kwargs`` with the tensors that the last call changed; ``None`` if names or shapes do not match."""
+    """Return ``kwargs`` with the changed arguments that a call returned; ``None`` if names or shapes do not match."""
     left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
     leaves, spec = pytree.tree_flatten(dict(kwargs))
     names = [_after_present(name) for name in leaf_names(dict(kwargs))]
@@ -320,7 +317,7 @@ def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] |
 
 @contextlib.contextmanager
 def returning_left(module: torch.nn.Module, wanted: Left | None = None, *, finds: bool = False) -> Iterator[_Watch]:
-    """Make a module also return the changes of its arguments, in a ``with`` block."""
+    """In a ``with`` block, make a module return its outputs and, in addition, the arguments that it changed."""
     # wanted: the changes to return
     # finds: whether a call, which is a trace, detects the changes and returns all of them
     watch = _Watch(wanted, finds)
@@ -439,7 +436,10 @@ def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[st
             held |= dict(zip(leaf_names({name: given[name]}), pytree.tree_leaves(given[name]), strict=True))
         missing = [leaf for leaf in left.leaves if leaf not in held]
         if missing:
-            raise ReplayError(f"the example changed {', '.join(missing)}, which this call lacks: pass the same inputs")
+            raise ReplayError(
+                f"in the trace, forward changed {', '.join(missing)}, which this call lacks. Pass the same arguments "
+                "in all calls."
+            )
         added[PRESENT] = {_after_present(leaf): held[leaf] for leaf in left.leaves}
     if entries.keys() & added.keys():
         entries = {"output": outputs}

@@ -84,7 +84,7 @@ class CaseResult:
 
     @property
     def max_difference(self) -> float:
-        """The largest difference of all outputs to the eager model; infinite if the test case ended in an error."""
+        """The largest difference between outputs and the eager model's outputs; infinite if the test case failed."""
         return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
 
     def cells(self) -> list[str]:
@@ -95,7 +95,7 @@ class CaseResult:
 
 
 class Nested:
-    """Calls an exported program like the module, and compares its nested outputs."""
+    """Calls an exported program with the module's arguments, and compares the nested outputs of both."""
 
     keeps_state = True  # buffers that the module writes keep their values between calls
 
@@ -241,7 +241,7 @@ class Pair(NamedTuple):
     seconds: float  # duration of the call of the program or file
 
     def tensors(self, padding: Padding) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the tensors of the model and of the file by output name, with zeros at padded positions."""
+        """Return the output tensors of the model and of the file, by name, with zeros at padded positions."""
         eager = zip(self.names, pytree.tree_leaves(padding.blank_leaves(self.eager, self.names)), strict=True)
         expected = {n: leaf for n, leaf in eager if isinstance(leaf, torch.Tensor) and n in self.outputs}
         return expected, {name: padding.blank(name, self.outputs[name]) for name in expected}
@@ -307,7 +307,7 @@ def replay(
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
-    """Check that a file returns the same logits of the last token if only the last logits are requested."""
+    """Check that two runs of a file agree on the last token's logits: one returns all logits, one only these."""
     if not runner.has_kept_scores:
         return
     for case in cases:
@@ -326,7 +326,8 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
         # computed alone, the sums of the last token's logits are in another order
         if not wrong <= 1e-3 * max(1.0, float(every.nan_to_num().abs().max())):
             raise ReplayError(
-                f"{runner.name}: the last token's logits differ by {wrong:.1e} if only these are computed, and not all."
+                f"{runner.name} was run twice: with logits of all tokens, and with logits of the last token only. The "
+                f"last token's logits differ by {wrong:.1e}."
             )
         return
 
@@ -381,7 +382,7 @@ def first_difference(
 
 
 class Padding:
-    """Records which positions are padded, over all calls of a loop."""
+    """Records which token positions are padding, over all calls of a test case."""
 
     def __init__(self) -> None:
         self._new: torch.Tensor | None = None

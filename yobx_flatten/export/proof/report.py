@@ -192,7 +192,7 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return ``found``. If outputs exceed the tolerance, the rounding error of a float32 model becomes their limit.
+        """Return a comparison result; if it exceeds the tolerance, allow the rounding errors of a float32 model.
 
         Args:
             found: the result of a comparison of the test case with the model.
@@ -281,8 +281,6 @@ PART_OF_FLOAT32 = 1e-5
 
 def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
     """Return the largest output difference that rounding can explain, limited to a share of the output's range.
-
-    The returned limit for finite outputs in float32 or float64 is at least 1e-4, the default tolerance of an export.
 
     >>> explained(100.0, torch.tensor([-1.0, 1.0], dtype=torch.float16))
     0.2

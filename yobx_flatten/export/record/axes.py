@@ -1,7 +1,4 @@
-"""Find the tensor sizes that vary between recorded calls, name them, and find relations between the sizes.
-
-A tensor axis or integer input that equals a known size in all calls, such as ``batch``, gets the name of this size.
-"""
+"""Find the tensor sizes that vary between recorded calls, name them, and find relations between the sizes."""
 
 # call            0   1   2   3            name
 # past            0   8   9  10            the cache states it
@@ -195,7 +192,7 @@ class _AxisReading:
             self.axes.remarks.append("one call was recorded: record a second one with other sizes to see what varies.")
 
     def relation_of(self, name: str, others: Sequence[str]) -> str | None:
-        """Return a formula for a size that is true in all calls, such as ``n = 2 * batch``, or ``None``."""
+        """Return a formula that holds in all calls for a size, such as ``n = 2 * batch``, or ``None``."""
         sizes = self.axes.sizes[name]
         if len(set(sizes.values())) < 2:
             return None
@@ -250,7 +247,7 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
         if name not in known or name == "total":
             raise RecordError(f"No axis named {name!r} can be resized. Choose among {sorted(known - {'total'})}.")
         if type(size) is not int or size < 1:
-            raise RecordError(f"{name}: expected a number of 1 or more, found {size!r}.")
+            raise RecordError(f"The size of axis {name} must be an int of 1 or more, found {size!r}.")
     paths = {fact.path for fact in calls[0].facts()}
     found = {}
     for (path, axis), name in axes.names.items():

@@ -64,9 +64,9 @@ class Call:
             RecordError: when outputs were not recorded, or the call raised.
         """
         if self.error:
-            raise RecordError(f"call {self.index} returned nothing. It raised {self.error}")
+            raise RecordError(f"call {self.index} has no outputs, because it raised {self.error}")
         if "outputs" not in self.parts:
-            raise RecordError("outputs were not recorded. Record them:\n    record_calls(model, outputs=True)")
+            raise RecordError("Outputs of calls were not recorded. Record them:\n    record_calls(model, outputs=True)")
         return self.parts["outputs"].restore()
 
     @property
@@ -129,7 +129,7 @@ class Callee:
     signature: inspect.Signature  # the signature of the bound method
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return a call's arguments by parameter name, in order; ``None`` if the method rejects the arguments."""
+        """Return a call's arguments by parameter name; ``None`` if the method rejects the arguments."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError:  # the call itself raises the error
@@ -143,7 +143,7 @@ class Callee:
         return named
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return named inputs as positional and keyword arguments; positional only where the method requires it."""
+        """Split inputs by name into the arguments that must be positional, and keyword arguments."""
         parameters = self.signature.parameters.values()
         starred = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
         many = bool(starred is not None and inputs.get(starred))
@@ -232,7 +232,7 @@ class Snapshot:
         return cls(tuple(facts), spec, lambda: kept)
 
     def restore(self, leaves: Sequence[Any] | None = None) -> PyTree:
-        """Return the nested object with ``leaves``, or with copies of the stored leaves on their original devices."""
+        """Rebuild the nested object from ``leaves``, or from copies of the stored leaves on their original devices."""
         if leaves is None:
             leaves = [_copy(leaf, fact.device) for leaf, fact in zip(self.leaves(), self.facts, strict=True)]
         with libraries_in_use():
@@ -301,7 +301,7 @@ def read_call(path: pathlib.Path, callee: Callee | None) -> Call:
     with opened_tensors(path, failure=RecordError) as file:
         text = (file.metadata() or {}).get(_KEY)
     if text is None:
-        raise RecordError(f"{path} is not a recorded call.")
+        raise RecordError(f"{path} is not a recorded call: it was not written by record_calls.")
     head = parse_document(text, dict[str, Any], str(path), failure=RecordError, finite=False)
     with damage_as(RecordError, str(path)):  # torch's reader, and the wrong types of a file
         if head.pop("version") != _VERSION:

@@ -94,17 +94,18 @@ class RecordedCalls(Sequence[Call]):
         if isinstance(which, str):
             phases = self.phases()
             if which not in phases:
-                raise RecordError(f"No phase {which!r} was recorded. Calls by phase: {_listed(phases) or 'none'}.")
+                raise RecordError(f"No phase {which!r} was recorded. Recorded phases: {_listed(phases) or 'none'}.")
             return phases[which]
         if isinstance(which, slice):
             return RecordedCalls(self._callee, self._calls[which], of=self._of)
         return self._calls[which]
 
     def phases(self) -> dict[str, RecordedCalls]:
-        """Return the recorded calls by phase; one exported program serves all calls of a phase.
+        """Return the recorded calls by phase, such as prefill and decode.
 
         A phase is ``prefill`` (the KV cache is empty, or created by the call), ``decode`` (the cache has tokens) or
-        ``forward`` (no cache). Calls with additional arguments form a separate phase, such as ``prefill+pixel_values``.
+        ``forward`` (no cache). One exported program serves all calls of a phase. Calls with additional arguments form a
+        separate phase, such as ``prefill+pixel_values``.
         """
         groups: list[list[Call]] = []
         for call in self._calls:
@@ -164,7 +165,7 @@ class RecordedCalls(Sequence[Call]):
         return f"<{len(self)} calls of {self._callee.label}{f' ({sizes})' if sizes else ''}>"
 
     def constants(self, phase: str | None = None) -> dict[str, Any]:
-        """Return the non-tensor arguments that are equal in all calls of a phase; :meth:`module` stores them.
+        """Return the non-tensor arguments that are equal in all calls of a phase, such as ``use_cache=True``.
 
         Args:
             phase: name of a phase of the recording, such as ``"prefill"``; optional if the recording has one phase.
@@ -310,16 +311,16 @@ class RecordedCalls(Sequence[Call]):
                 positional, named = called.call_spec.in_spec.children()
                 missing = [name for name in named.context if name not in inputs]
                 if missing:
-                    raise SpecMismatchError(f"the call has no {', '.join(missing)}, which the program requires")
+                    raise SpecMismatchError(f"the recorded call lacks inputs of the program: {', '.join(missing)}")
                 kwargs = {name: inputs[name] for name in named.context}
                 rest = {name: value for name, value in inputs.items() if name not in kwargs and name not in constants}
                 count = positional.num_children
                 args, unused = tuple(rest.values())[:count], list(rest)[count:]
                 if unused:
-                    raise SpecMismatchError(f"the program does not take {', '.join(unused)}")
+                    raise SpecMismatchError(f"the recorded call has inputs that the program lacks: {', '.join(unused)}")
                 differences = compare_specs(called, (args, kwargs), names=("exported", "recorded"))
                 if differences:
-                    raise SpecMismatchError(f"other structure: {differences[0]}")
+                    raise SpecMismatchError(f"the program has inputs of a different structure: {differences[0]}")
                 return runner.call(args, kwargs)
 
             return RecordReplay(tuple(_replay(call, run) for call in calls), tolerance)
@@ -333,11 +334,11 @@ class RecordedCalls(Sequence[Call]):
         if not phases:
             raise RecordError(f"No call of {self._callee.label} was recorded.")
         name = next(iter(phases))
-        raise RecordError(f"Recorded {len(phases)} phases (call kinds): {_listed(phases)}. Choose one: phase={name!r}")
+        raise RecordError(f"Calls of {len(phases)} phases were recorded: {_listed(phases)}. Choose one: phase={name!r}")
 
 
 def _listed(phases: Mapping[str, RecordedCalls]) -> str:
-    return ", ".join(f"{name!r} ({len(calls)})" for name, calls in phases.items())
+    return ", ".join(f"{name!r} ({_counted(calls)})" for name, calls in phases.items())
 
 
 # Show recorded calls as a table: each argument, and the sizes that vary together.

@@ -96,7 +96,7 @@ def record_calls(
                     found.patch.acquire()
                 except (TypeError, AttributeError) as error:
                     raise InvalidArgumentError(
-                        f"record_calls: {callee.method} of {describe_class(type(callee.owner))} cannot be replaced "
+                        f"record_calls: {callee.method} of {describe_class(type(callee.owner))} cannot be recorded "
                         f"({error}). Record a module that {callee.method} calls:\n    record_calls(module)"
                     ) from error
                 _IN_FORCE[key] = found

@@ -27,7 +27,7 @@ from ..traced import Traced
 
 
 def write_package(traced: Traced, path: pathlib.Path, *, in_place: bool = False) -> list[str]:
-    """Compile a program inside ``register_flattening_functions``; return names of cache inputs updated in place."""
+    """Compile a program with AOTInductor; return the names of the cache inputs that its calls update in place."""
     program = flat_program(traced.program)
     signature = signature_of(traced)
     # compiled code does not check sizes, so sizes of 0 that an operator refuses are refused before the call
@@ -81,7 +81,7 @@ def with_buffers(
     kept = [name for name in cats if str(sizes[name][2]) == str(seen)]
     if not kept or isinstance(seen, int):
         raise FlattenError(
-            "no output is a cache input with new tokens appended, since layers have a sliding window or a state."
+            "the cache cannot be updated in place: layers with a sliding window or a state do not append tokens to it."
         )
     with graph.inserting_after(nodes[inputs[-1]]):
         counter = graph.placeholder("seen")

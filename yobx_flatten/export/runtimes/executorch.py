@@ -35,8 +35,8 @@ def check_bounds(signature: Signature) -> None:
     free = [place for place, size in sums if any(part and part not in signature.largest for part in size)]
     if free:
         raise DynamicShapesError(
-            f"ExecuTorch plans memory for the largest sizes, but {', '.join(free)} have no maximum. Set one:\n    "
-            'export_program(..., bounds={"batch": 4, "length": 128})   # or Dim.AUTO(max=128) in dynamic_shapes'
+            f"ExecuTorch plans memory for the largest size of each axis, but these have no maximum: {', '.join(free)}. "
+            'Set one:\n    export_program(..., bounds={"batch": 4, "length": 128})   # or Dim.AUTO(max=128)'
         )
 
 
@@ -309,7 +309,7 @@ def with_row_buffers(
     calls = [call for call in calls if str(sizes[cats[call.key]][2]) == str(sizes[cats[call.value]][2]) == seen]
     kept = [name for name in inputs if any(name in (cats[call.key], cats[call.value]) for call in calls)]
     if not calls or not isinstance(sizes[kept[0]][2], torch.SymInt):
-        raise FlattenError("no attention layer reads both a mask and a cache input with new tokens appended.")
+        raise FlattenError("the cache cannot be updated in place: no layer with a mask appends new tokens to it.")
     with graph.inserting_after(nodes[inputs[-1]]):
         counter = graph.placeholder("seen")
     with graph.inserting_after(counter):
@@ -333,7 +333,7 @@ def with_row_buffers(
     shapes_of_outputs = {name: [str(size) for size in returned[name].meta["val"].shape] for name in others}
     alone = [name for name, shape in shapes_of_outputs.items() if row not in shape]
     if alone:
-        raise FlattenError(f"these outputs have no batch axis: {', '.join(alone)}.")
+        raise FlattenError(f"the cache cannot be updated in place: outputs {', '.join(alone)} have no batch axis.")
     outgoing = {name: shape.index(row) for name, shape in shapes_of_outputs.items()}
     tensors, shapes = _example(program, kept, signature, taken)
     made = torch.export.export(

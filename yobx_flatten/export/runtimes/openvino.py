@@ -29,7 +29,7 @@ from ..traced import Traced
 
 
 def write_openvino(traced: Traced, example: Example, path: pathlib.Path, *, in_place: bool = False) -> list[str]:
-    """Write a program as OpenVINO files; return the names of the cache inputs that became state."""
+    """Write a program as OpenVINO files; return the names of the cache inputs that OpenVINO keeps as state."""
     # the program is converted from ONNX: OpenVINO 2026.4 cannot convert `sym_min`, which sliding layers use. With
     # attention in one operator, OpenVINO finds the cache.
     opset, kept = ATTENTION_OPSET if in_place else None, {}
@@ -40,13 +40,13 @@ def write_openvino(traced: Traced, example: Example, path: pathlib.Path, *, in_p
         if in_place:
             kept = keep_in_state(model, traced.presents)
             if not kept:
-                raise FlattenError("no output is a cache input with appended tokens: layers have a sliding window.")
+                raise FlattenError("the cache cannot be updated in place: sliding windows do not append tokens to it.")
             with_added_masks(model)
         model.set_rt_info(signature_of(traced, ("openvino", "onnx")).to_json(), [KEY])
         import_openvino().save_model(model, str(path), compress_to_fp16=False)
     copied = copied_states(path) if in_place else []
     if copied:
-        raise FlattenError(f"OpenVINO would copy {len(copied)} of {len(kept)} cache tensors in each call.")
+        raise FlattenError(f"in each call, OpenVINO would copy {len(copied)} of the {len(kept)} KV cache tensors.")
     return list(kept)
 
 
@@ -228,7 +228,7 @@ def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
 
 
 def blocks_of(quantization: Quantization) -> int:
-    """Return how many weights have a common scale; 0 if all weights for an output have a common scale."""
+    """Return how many weights share one scale; 0 if all weights of an output channel share one scale."""
     return quantization.block_size if quantization.bits == 4 or quantization.weights == "keep" else 0
 
 

@@ -87,8 +87,8 @@ class FileOptions:
         folder = self.keep_failed
         if folder is not None and folder.absolute() == self.path.parent.absolute():
             raise InvalidArgumentError(
-                f"keep_failed={os.fspath(folder)!r} is the folder of the file itself: a failed file would replace a "
-                "good one. Name another folder."
+                f"keep_failed={os.fspath(folder)!r} is the folder of the file itself: a file that fails the checks "
+                "would replace a good one. Name another folder."
             )
         if self.backend not in get_args(Backend):
             known = ", ".join(map(repr, get_args(Backend)))
@@ -134,9 +134,9 @@ class FileOptions:
         module = module.model if isinstance(module, SlidingDecoder) else module
         reason = why_not_resizable(module, example.kwargs, example.cache_is)
         if reason is None and "encoder_outputs" in example.kwargs:
-            reason = "it decodes what an encoder has read"
+            reason = "it decodes the outputs of an encoder"
         if reason is None and example.shapes is None:
-            reason = "dynamic_shapes=None fixes the length of what it reads"
+            reason = "dynamic_shapes=None fixes the length of its inputs"
         if reason is None:
             config: Any = module.config
             vocabulary = config.get_text_config(decoder=True).vocab_size
@@ -145,8 +145,8 @@ class FileOptions:
                 reason = f"its vocabulary has {vocabulary} tokens, and the text contains tokens {low} to {high}"
         if reason is not None:
             raise InvalidArgumentError(
-                f"Quantization: {type(module).__qualname__} cannot read the text of tokens=, since {reason}. Leave "
-                "tokens out."
+                f"Quantization: {type(module).__qualname__} cannot be run on the text of tokens=, since {reason}. "
+                "Leave tokens out."
             )
 
     @property
@@ -161,8 +161,8 @@ def check_opset(opset_version: int | None) -> None:
         return
     if type(opset_version) is not int or opset_version < 18:
         raise InvalidArgumentError(
-            f"opset_version: expected None or an int of 18 or more, which torch's exporter writes; found "
-            f"{opset_version!r}."
+            f"opset_version: expected None or an int of 18 or more, because torch's exporter writes no older versions; "
+            f"found {opset_version!r}."
         )
     import onnx
 
@@ -185,7 +185,7 @@ def check_libraries(runtime: str, caller: str) -> None:
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
     if runtime == "aotinductor" and not any(map(shutil.which, compilers)):
         raise MissingDependencyError(
-            f"{caller} needs a C++ compiler, and found no g++, clang++ or cl. Install a compiler, or set its path:\n"
+            f"{caller} needs a C++ compiler, but g++, clang++ and cl are not installed. Install one, or set its path:\n"
             "    apt install g++\n    export CXX=/path/to/g++"
         )
 
@@ -317,7 +317,7 @@ class _Job:
         replay_file(load, dataclasses.replace(source, cases=[*source.cases, *more], varied=()), report)
 
     def write(self, write: Callable[..., list[str]], library: str, *, trust: bool = False) -> bool:
-        """Write and replay a file, and return whether the file updates the KV cache in place."""
+        """Write a file, check it on the test cases, and return whether the file updates the KV cache in place."""
         # write: takes `in_place=`, and returns the names of the cache inputs that are updated in place
         report, source, done = self.report, self.source, len(self.report.cases)
         returns_cache = any(name.endswith((".key", ".value")) for name in source.traced.presents)

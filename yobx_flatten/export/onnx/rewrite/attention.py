@@ -235,7 +235,7 @@ def heads_of(value: ir.Value | None) -> tuple[int, int] | None:
 
 
 def tokens_first(value: ir.Value, made: Nodes) -> ir.Value | None:
-    """Return the input of a transpose, as (batch, tokens, heads * size); ``None`` if ``value`` was not transposed."""
+    """Return ``value`` before its transpose, as (batch, tokens, heads * size); ``None`` if it was not transposed."""
     # value: its number of heads is known
     # made: gets the nodes that are needed
     node = value.producer()
@@ -273,7 +273,7 @@ def _unswapped(value: ir.Value, made: Nodes) -> ir.Value | None:
 
 
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
-    """Replace ``old``, where it is transposed to (batch, tokens, width), by ``new``; return whether it was replaced."""
+    """Replace the transposed form (batch, tokens, width) of ``old`` by ``new``; return whether such a form existed."""
     place = old
     while (reader := only_reader(place)) is not None:
         if reader.op_type != "Reshape" or place.shape is None or reader.outputs[0].shape != place.shape:

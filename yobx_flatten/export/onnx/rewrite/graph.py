@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Nodes(list["ir.Node"]):
-    """New nodes that are not part of a graph yet, in order."""
+    """New ONNX nodes, in order, that are not part of a graph yet."""
 
     def add(
         self, op_type: str, *inputs: ir.Value | None, domain: str = "", name: str | None = None, **attributes: Any
@@ -39,13 +39,13 @@ def attribute(node: ir.Node, name: str, default: Any) -> Any:
 def input_of(node: ir.Node, place: int) -> ir.Value:
     value = node.inputs[place]
     if value is None:
-        raise ValueError(f"the {node.op_type} {node.name} has no input {place}")
+        raise ValueError(f"the {node.op_type} node {node.name} has no input {place}")
     return value
 
 
 def type_of(value: ir.Value) -> ir.DataType:
     if value.dtype is None:
-        raise ValueError(f"the type of {value.name} is not known")
+        raise ValueError(f"the dtype of the ONNX value {value.name} is not known")
     return value.dtype
 
 
@@ -64,7 +64,7 @@ def sizes_of(tensor: ir.TensorProtocol) -> list[int]:
 
 def insert_before(node: ir.Node, made: list[ir.Node]) -> None:
     if node.graph is None:
-        raise ValueError(f"the {node.op_type} {node.name} does not belong to a graph")
+        raise ValueError(f"the {node.op_type} node {node.name} does not belong to a graph")
     node.graph.insert_before(node, made)
 
 
@@ -75,7 +75,7 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
-    """Return the only consumer of a value, if the value is the first input of the consumer; else ``None``."""
+    """Return the only node that reads a value, if the value is the first input of this node; else ``None``."""
     # op_type: the operator of the node; `None` for any operator
     # the caller also reads outputs of the graph
     uses = list(value.uses())

@@ -42,7 +42,7 @@ def share_cache(model: ir.Model) -> None:
     nodes = [node for node in graph if _is_shareable(node)]
     # ONNX's `Attention` has no input for sinks, so a file with such a node would not load
     if not set(sinks) <= set(nodes):
-        raise ValueError("attention sinks need the operator GroupQueryAttention, whose cache no other node may read")
+        raise ValueError("ONNX Attention has no input for sinks, and GroupQueryAttention cannot replace all nodes")
     if not nodes:
         return
     lengths = _Lengths(graph, tokens, mask)
@@ -180,7 +180,7 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
         fused = take_cache(graph, attention)
         # ONNX's `Attention` has no sinks: the next attempt keeps the separate nodes
         if fused is None:
-            raise ValueError(f"another node reads the cache of the attention with sinks at {softmax.name}")
+            raise ValueError(f"the attention with sinks at {softmax.name} cannot read the KV cache as its input")
         fused.resize_inputs(7)
         fused.replace_input_with(6, sinks)
         found.append(fused)
@@ -227,7 +227,7 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
     # past: the number of earlier tokens, of shape (1,): the length of the mask minus the number of new tokens
     less = past.producer()
     if less is None:
-        raise ValueError(f"{past.name} must be the length of the mask minus the number of new tokens")
+        raise ValueError(f"{past.name} must be the length of the attention mask minus the number of new tokens")
     new = input_of(less, 1)
     for node in list(graph):
         if node.domain != "":

@@ -195,15 +195,15 @@ class Generator:
         self._check_writes("stream")
         if self.settings.other_loops:
             raise GenerationError(
-                f"generation_config.json sets {', '.join(self.settings.other_loops)}, which does not produce tokens "
-                "one by one: call generate(), or remove the entry."
+                f"stream() does not support {', '.join(self.settings.other_loops)}, which generation_config.json sets. "
+                "Call generate(), or remove the entry."
             )
         sequence = self._begin(stated)
         if sequence is None:
             raise InvalidArgumentError(
-                "stream: Whisper detects language, task and times in a loop that returns all tokens at once. Call "
-                "generate(), or pass the first tokens:\n    stream(input_features=sound, "
-                "decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
+                "For Whisper, stream() needs decoder_input_ids: without them, transformers' loop chooses language, "
+                "task and timestamps, and returns all tokens at once. Call generate(), or\n    stream("
+                "input_features=sound, decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
             )
         return self._stream(sequence, max_new_tokens, sampling)
 
@@ -286,18 +286,18 @@ class Generator:
                 return None
             if asks:
                 raise InvalidArgumentError(
-                    "decoder_input_ids already set language, task and timestamps: pass either ids, or language=, task= "
-                    "and return_timestamps=."
+                    "decoder_input_ids already sets language, task and timestamps. Pass either decoder_input_ids, or "
+                    "language=, task= and return_timestamps=."
                 )
         elif asks:
             raise InvalidArgumentError(
-                "language=, task= and return_timestamps= work only with input_features=, and a Whisper whose "
-                "generation_config.json has lang_to_id or no_timestamps_token_id. Leave them out."
+                "language=, task= and return_timestamps= need input_features=, and a Whisper model whose "
+                "generation_config.json has lang_to_id or no_timestamps_token_id. Leave these three arguments out."
             )
         token = given.get("forced_bos_token_id")
         if token is not None and (type(token) is not int or token < 0):
             raise InvalidArgumentError(
-                f"forced_bos_token_id must be a token, an int of 0 or more; found {describe_class(token)}."
+                f"forced_bos_token_id must be a token id, an int of 0 or more; found {describe_class(token)}."
             )
         ids, mask, first = map(given.get, ("input_ids", "attention_mask", "decoder_input_ids"))
         sequence = self.steps.begin(ids, mask, source, first, pictures)
@@ -315,8 +315,8 @@ class Generator:
         elif longest is not None:
             if start >= longest:
                 raise InvalidArgumentError(
-                    f"The prompt has {start} tokens, and max_length in generation_config.json is {longest}. Pass "
-                    "max_new_tokens."
+                    f"The prompt has {start} tokens, but max_length in generation_config.json allows {longest} tokens "
+                    "for the prompt and the new tokens together. Pass max_new_tokens."
                 )
             limit = longest - start
         if type(limit) is not int or limit < 1:

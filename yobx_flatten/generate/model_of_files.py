@@ -62,7 +62,7 @@ class EncoderOfFiles(torch.nn.Module):
         known = {"return_dict", "output_attentions"} if self.steps.heads else {"return_dict"}
         for name, value in others.items():
             if value is not None and value is not False and name not in known:
-                raise InvalidArgumentError(f"{name}: the encoder's file returns features only. Leave {name} out.")
+                raise InvalidArgumentError(f"{name}: the exported encoder returns only features. Leave {name} out.")
         given = {"input_features": input_features, "input_values": input_values, "pixel_values": pixel_values}
         if read is not None:
             given |= {self.main_input_name: read}
@@ -78,7 +78,7 @@ class EncoderOfFiles(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """The pictures and videos of a prompt in one object, which transformers' generation loops leave unchanged."""
+    """Holds a prompt's pictures and videos in an object that transformers' generation loops leave unchanged."""
 
     pictures: Sequence[Pictures]  # pictures and videos
     rows: int  # number of rows of the prompt, before a loop repeats rows
@@ -86,7 +86,7 @@ class Shown:
 
 
 class FileModel(ModelWithoutWeights):
-    """A Hugging Face model without weights, whose ``forward`` runs exported files in transformers' ``generate``."""
+    """A Hugging Face model without weights: transformers' ``generate`` calls ``forward``, which runs exported files."""
 
     _is_stateful = False
 
@@ -146,14 +146,14 @@ class FileModel(ModelWithoutWeights):
             kwargs["alignment_heads"] = self._heads_in_files(kwargs)
         if kwargs.get("adapter_names") is not None:
             raise InvalidArgumentError(
-                "adapter_names: one call can use only one adapter, for all rows. Choose the adapter with "
-                "model.set_adapter(NAME), and call generate for the rows of each adapter."
+                "adapter_names: exported files use the same adapter for all rows of a call. For each adapter, call "
+                "model.set_adapter(NAME), and then generate for the rows of this adapter."
             )
         config = copy.deepcopy(kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config)
         if not isinstance(config, GenerationConfig):
             raise InvalidArgumentError(
-                f"generation_config must be a GenerationConfig, found {describe_class(config)}. Pass entries by name:\n"
-                "    generate(..., max_new_tokens=20)"
+                f"generation_config must be a GenerationConfig, found {describe_class(config)}. Pass its entries as "
+                "keywords:\n    generate(..., max_new_tokens=20)"
             )
         for name, value in kwargs.items():
             if hasattr(config, name):
@@ -191,8 +191,8 @@ class FileModel(ModelWithoutWeights):
         places = _by_layer(self.steps.heads.values())
         if not places:
             raise InvalidArgumentError(
-                "return_token_timestamps: the files return scores only. Export the model with export_folder(..., "
-                "word_times=True) (--word-times), or call the model itself."
+                "return_token_timestamps needs attention weights, which the files do not return. Export the model with "
+                "export_folder(..., word_times=True) (--word-times), or call generate of the original model."
             )
         configs = (kwargs, *(vars(one) for one in (kwargs.get("generation_config"), self.generation_config) if one))
         stated = (one.get("alignment_heads") for one in configs)
@@ -228,8 +228,8 @@ class FileModel(ModelWithoutWeights):
             real = pixels.flatten(-3).ne(0).any(-1)
             if not bool(mask.flatten(-2).bool().all(-1)[real].all()):
                 raise InvalidArgumentError(
-                    "pixel_attention_mask is 0 inside a picture: the vision file reads whole pictures. Let the "
-                    "processor resize pictures to the size that the model reads."
+                    "pixel_attention_mask masks a part of a picture, but the exported vision encoder reads whole "
+                    "pictures. Let the processor resize pictures to the size that the model reads."
                 )
         return self.steps.pictures(given)
 
@@ -240,7 +240,7 @@ class FileModel(ModelWithoutWeights):
     def _cache(self, given: Any) -> FileCache:
         cache = FileCache(self.steps) if given is None else FileCache.of(given, self.steps)
         if cache.steps is not self.steps:
-            raise InvalidArgumentError("The cache belongs to other files or another adapter. Pass this model's cache.")
+            raise InvalidArgumentError("The cache is from other files or another adapter. Pass a cache of this model.")
         return cache
 
     def _read_text(
@@ -275,7 +275,7 @@ class FileModel(ModelWithoutWeights):
         mask = torch.ones(rows, total, dtype=torch.int64) if attention_mask is None else attention_mask.long()
         if mask.shape != (rows, total):
             raise InvalidArgumentError(
-                f"attention_mask has shape {tuple(mask.shape)}; it must be {(rows, total)}, with a column for "
+                f"attention_mask has shape {tuple(mask.shape)}; it must have shape {(rows, total)}, with a column for "
                 "each token in the cache and in input_ids."
             )
         if position_ids is not None and "position_ids" not in ports:
@@ -285,7 +285,7 @@ class FileModel(ModelWithoutWeights):
             # the file has no input for positions, and counts them with or without padding
             if not any(torch.equal(position_ids.expand_as(one)[read], one[read]) for one in (counted, every)):
                 raise InvalidArgumentError(
-                    f"position_ids: {self.steps.parts.decoder.name} sets positions itself. Leave position_ids out."
+                    f"position_ids: {self.steps.parts.decoder.name} counts positions itself. Leave position_ids out."
                 )
         is_last = not isinstance(logits_to_keep, torch.Tensor) and logits_to_keep == 1
         if cache.state is None:
@@ -326,14 +326,14 @@ class FileModel(ModelWithoutWeights):
         self._check_counted("cache_position", cache_position, cache, tokens)
         if decoder_attention_mask is not None and not bool(decoder_attention_mask.all()):
             raise InvalidArgumentError(
-                "decoder_attention_mask contains zeros, but the exported decoder has no mask for its own tokens. "
-                "Pass rows of one length, or one row at a time (Whisper pads rows with condition_on_prev_tokens=True)."
+                "decoder_attention_mask contains zeros, but the exported decoder cannot mask its own tokens. Pass one "
+                "row at a time, or rows of one length without padding (for Whisper: condition_on_prev_tokens=False)."
             )
         mask = torch.ones(hidden.shape[:2], dtype=torch.int64) if attention_mask is None else attention_mask.long()
         if "encoder_attention_mask" in decoder.ports and mask.shape != hidden.shape[:2]:
             raise InvalidArgumentError(
                 f"attention_mask has shape {tuple(mask.shape)}, but the encoder's input has "
-                f"{tuple(hidden.shape[:2])}. Pass a mask of this shape, and no prefill_chunk_size, which shortens it."
+                f"{tuple(hidden.shape[:2])}. Pass a mask of this shape. Omit prefill_chunk_size: it shortens masks."
             )
         context = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
         if isinstance(encoder_outputs, Mapping):
@@ -359,7 +359,7 @@ class FileModel(ModelWithoutWeights):
         counted = cache.seen + torch.arange(tokens.shape[1])
         if given is not None and not torch.equal(given.cpu() + 0 * counted, counted.expand_as(given)):
             raise InvalidArgumentError(
-                f"{name}: {self.steps.parts.decoder.name} sets positions itself, from {cache.seen} on. Omit {name}."
+                f"{name}: {self.steps.parts.decoder.name} counts positions itself, from {cache.seen}. Leave {name} out."
             )
 
     def _begin(
@@ -427,8 +427,8 @@ def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
     if own is not None and issubclass(own, GenerationMixin) and own.generate is not GenerationMixin.generate:
         if not issubclass(own, transformers.WhisperForConditionalGeneration):
             raise GenerationError(
-                f"{own.__name__}.generate calls layers of the model, which exported files do not have. Use the model "
-                "itself, or leave out transformers' keywords:\n    open_generator(folder).generate(input_ids)"
+                f"{own.__name__}.generate calls layers of the model, which exported files do not have. Use the "
+                "original model, or leave out transformers' keywords:\n    open_generator(folder).generate(input_ids)"
             )
         loop = own
     parts = steps.parts

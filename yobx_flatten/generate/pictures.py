@@ -45,11 +45,11 @@ class Pictures:
 
     def __post_init__(self) -> None:
         if self.pixels is None and self.names:
-            raise InvalidArgumentError(f"{self.names[0]} describes {self.word}s, but none were passed: leave it out.")
+            raise InvalidArgumentError(f"{self.names[0]} was passed without {self.word}s. Leave {self.names[0]} out.")
 
     @property
     def names(self) -> list[str]:
-        """The names of ``generate`` arguments with the pixels and sizes of these pictures, such as ``pixel_values``."""
+        """The names of ``generate`` arguments that contain these pictures and their sizes, such as ``pixel_values``."""
         pixels = "pixel_values" if self.word == "image" else "pixel_values_videos"
         sizes = f"{self.word}_grid_thw" if self.tiles is None else "image_sizes"
         found = {pixels: self.pixels, sizes: self.sizes, "batch_num_images": self.together}
@@ -81,7 +81,7 @@ class Pictures:
         assert self.pixels is not None
         if "image_grid_thw" not in vision.ports:
             if self.tiles is None and (self.word == "video" or self.sizes is not None):
-                raise InvalidArgumentError(f"{vision.name} fixes picture sizes: leave image_grid_thw and videos out.")
+                raise InvalidArgumentError(f"{vision.name} reads one image size. Leave image_grid_thw and videos out.")
             if self.tiles is not None:
                 calls = self.tiles.split(self.pixels, self.sizes, self.together)
             else:
@@ -97,8 +97,8 @@ class Pictures:
         if sizes is None or sizes.ndim != 2 or int(sizes.prod(-1).sum()) != len(self.pixels):
             pixels, shape = ("pixel_values", "pictures") if self.word == "image" else ("pixel_values_videos", "videos")
             raise InvalidArgumentError(
-                f"{name} must have shape ({shape}, 3): frames, height and width in patches, whose products add up to "
-                f"the {len(self.pixels)} rows of {pixels}. Pass {name} as the model's processor returns it."
+                f"{name} must have shape ({shape}, 3): frames, height and width in patches. The patches of all {shape} "
+                f"must add up to the {len(self.pixels)} rows of {pixels}. Pass {name} from the model's processor."
             )
         if self.word == "image" and bool((sizes[:, 0] != 1).any()):
             raise InvalidArgumentError("image_grid_thw has several frames: pass videos as pixel_values_videos.")
@@ -146,8 +146,8 @@ class _Left:
             time = 1
         if count != time * height * width:
             raise InvalidArgumentError(
-                f"The prompt has {count} {self.word} tokens in a row, but {self.word}_grid_thw states "
-                f"{time * height * width} for that {'picture' if self.word == 'image' else 'video'}. Let the model's "
+                f"The prompt has {count} {self.word} tokens in a row, but {self.word}_grid_thw states a "
+                f"{'picture' if self.word == 'image' else 'video'} of {time * height * width} tokens. Let the model's "
                 "processor write the prompt."
             )
         axes = [(torch.arange(time) * spacing).long(), torch.arange(height), torch.arange(width)]
@@ -166,7 +166,7 @@ _OF_THE_CALL = ("self", "image_features", "image_sizes", "image_newline")
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Computes the tiles into which a model (LLaVA-NeXT) cuts pictures, and joins the features of the tiles."""
+    """Separates the tiles into which a model (LLaVA-NeXT) cuts each picture, and joins the features of the tiles."""
 
     config: Mapping[str, Any] = dataclasses.field(repr=False)  # the contents of config.json
 
@@ -179,8 +179,8 @@ class Tiles:
         # together: the number of pictures of each prompt; a picture is cut only if it is alone in its prompt
         if sizes is None or sizes.ndim != 2 or sizes.shape[1] != 2:
             raise InvalidArgumentError(
-                "This model cuts pictures into tiles. Pass image_sizes of shape (images, 2), height and width of each, "
-                "as the model's processor returns it."
+                "This model cuts images into tiles. Pass image_sizes of shape (images, 2), with height and width of "
+                "each image, as the model's processor returns it."
             )
         counts = self.counts(sizes, together)
         if pixels.ndim == 5 and len(pixels) == len(counts) and max(counts) <= pixels.shape[1]:
@@ -188,8 +188,8 @@ class Tiles:
         if pixels.ndim == 4 and len(pixels) == sum(counts):
             return list(pixels.split(counts))
         raise InvalidArgumentError(
-            f"pixel_values has shape {tuple(pixels.shape)}, but image_sizes describes {len(counts)} pictures of "
-            f"{', '.join(map(str, counts))} tiles. Pass the output of the model's processor."
+            f"pixel_values has shape {tuple(pixels.shape)}, but image_sizes describes {len(counts)} pictures, cut "
+            f"into {', '.join(map(str, counts))} tiles. Pass the output of the model's processor."
         )
 
     def packed(self, features: Sequence[torch.Tensor], newline: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -209,8 +209,8 @@ class Tiles:
         of_rows = [1] * len(sizes) if together is None else [n for n in together.flatten().tolist() for _ in range(n)]
         if len(of_rows) != len(sizes):
             raise InvalidArgumentError(
-                f"batch_num_images states {len(of_rows)} pictures, but image_sizes has {len(sizes)} rows. Pass what "
-                "the model's processor returns."
+                f"The numbers in batch_num_images add up to {len(of_rows)}, but image_sizes has {len(sizes)} rows. "
+                "Pass both as the model's processor returns them."
             )
         with damage_as(GenerationError, "config.json"):
             return [
@@ -241,8 +241,8 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
         part = name.rstrip("0123456789").rstrip(".").rpartition(".")[2]  # a layer can have several states
         if part not in _EMPTY_AT_FIRST:
             raise GenerationError(
-                f"{name} has no value before the first token, so the file with this input cannot read a prompt. "
-                "Add a file for prompts, without cache inputs:\n    OnnxGenerator(path, prefill=first_path)"
+                f"The value of {name} before the first token is not known, so the file with this input cannot read a "
+                "prompt. Add a file without cache inputs for the prompt:\n    OnnxGenerator(path, prefill=first_path)"
             )
         # axis 0 is the batch, and every other size that varies is a number of tokens
         sizes = [batch if axis == 0 and size is None else size or 0 for axis, size in enumerate(shape)]
@@ -262,8 +262,8 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
     text = [name for name, port in ports.items() if port.dtype is None]
     if text:
         raise GenerationError(
-            f"{where} has inputs {', '.join(text)} of strings or sequences. A generation loop passes numeric tensors "
-            "only."
+            f"In {where}, the inputs {', '.join(text)} are strings or sequences, but a generation loop passes numeric "
+            "tensors only."
         )
 
 

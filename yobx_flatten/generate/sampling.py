@@ -149,7 +149,7 @@ _OF_DRAWS: Mapping[str, float | None] = {"top_h": None, "epsilon_cutoff": 0, "et
 
 
 def other_loops(generation: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of set options, such as ``penalty_alpha``, that only transformers' ``generate`` supports."""
+    """Return the options, such as ``penalty_alpha``, that are set and that only transformers' ``generate`` supports."""
     return entries_with_effect(generation, {**_OF_LOOPS, **(_OF_DRAWS if generation.get("do_sample") else {})})
 
 

@@ -83,7 +83,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
             return {**found, **by_hand}
     expected = ", ".join(f"{layout['decoder']}{suffix}" for layout in LAYOUTS)
     raise GenerationError(
-        f"{path} contains no model to generate with: none of {expected}. To export: yobx-flatten export MODEL -o DIR"
+        f"{path} has none of the files {expected}. To export a model: yobx-flatten export MODEL -o DIR"
     )
 
 
@@ -113,7 +113,7 @@ class Switch:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationSettings:
-    """Special tokens and generation defaults of a model, and its functions that change logits.
+    """Special tokens and generation defaults of a model, and functions that change the logits.
 
     Attributes:
         eos_token_ids: ids of the tokens that end a sequence; empty if no token ends a sequence.
@@ -211,7 +211,7 @@ class GenerationSettings:
         count = 0 if sizes is None else len(sizes)
         if seconds is not None and len(seconds) != count:
             raise InvalidArgumentError(
-                f"second_per_grid_ts has {len(seconds)} numbers, but video_grid_thw has {count} rows. Pass one per row."
+                f"second_per_grid_ts has {len(seconds)} numbers for {count} rows of video_grid_thw. Pass one per row."
             )
         of_second, times = self.tokens_per_second, [1] * count if seconds is None else seconds
         spacing = [] if of_second is None else [of_second * one for one in times]
@@ -324,8 +324,8 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
             for token in (token for row in _ids(place.get(name)) for token in _ids(row)):
                 if isinstance(vocabulary, int) and token >= vocabulary:
                     raise GenerationError(
-                        f"{folder} sets {name} = {token:,}, but its model has {vocabulary:,} tokens. Correct the entry "
-                        "in generation_config.json or config.json."
+                        f"{folder} sets {name} = {token:,}, but the vocabulary has {vocabulary:,} tokens. Correct "
+                        "the entry in generation_config.json or config.json."
                     )
         length = switch_of(text)
         switch = None if length is None else Switch(length, described.rereads_at_switch)

@@ -98,17 +98,17 @@ class _Frames:
         return BaseModelOutput(last_hidden_state=torch.zeros(*self.mask.shape, 1, dtype=self.dtype))
 
     def read(self, frames: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:
-        """Store the inputs of the decoder's file: the last frame, the vectors of the speakers, and dropout masks."""
+        """Keep the inputs of the next decoder call: the last frame, the vectors of the speakers, and dropout masks."""
         config, length = self.config, frames.shape[1]
         if length > config.max_speech_positions:
             raise InvalidArgumentError(
-                f"The speech has {length} frames, and the model has {config.max_speech_positions} positions. Pass a "
+                f"The speech has {length} frames, but the model has {config.max_speech_positions} positions. Pass a "
                 "smaller maxlenratio, or a shorter text."
             )
         shape = len(frames), config.speaker_embedding_dim
         if tuple(speaker.shape) != shape:
             raise InvalidArgumentError(
-                f"speaker_embeddings has shape {tuple(speaker.shape)}; it must be {shape}: one speaker for each row."
+                f"speaker_embeddings has shape {tuple(speaker.shape)}; it must be {shape}: one vector for each row."
             )
         masks = drawn_masks(config, length, self.dtype) if self.masks is None else next(self.masks)
         self.given = {"frame": frames[:, -1:], "speaker_embeddings": speaker, "dropout_masks": masks}

@@ -86,12 +86,12 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def use_adapter(self, name: str | None) -> None:
         """Use the LoRA adapter ``name`` in all later calls; ``None`` for no adapter."""
-        raise InvalidArgumentError("The files have no adapters. Use export_folder(..., adapters={NAME: FOLDER})")
+        raise InvalidArgumentError("The files have no adapters. To export: export_folder(..., adapters={NAME: FOLDER})")
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         if len(names) != 1:
-            raise InvalidArgumentError(f"set_adapter takes one of the adapters {', '.join(self.of_folder.names)}.")
+            raise InvalidArgumentError(f"set_adapter takes only one of the adapters {', '.join(self.of_folder.names)}.")
         self.use_adapter(names[0])
         self._chosen, self._enabled = names[0], True
 
@@ -118,7 +118,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         raise InvalidArgumentError(
-            "Weights in files cannot be changed. Change the model, and export it:\n    export_folder(model, folder)"
+            "Exported weights cannot change. Change the model and export it again:\n    export_folder(model, folder)"
         )
 
     set_input_embeddings = resize_token_embeddings
@@ -135,11 +135,11 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidArgumentError(
-            f"A {type(self).__name__} that runs files cannot be copied or stored. Open its folder: open_model(folder)"
+            f"A {type(self).__name__} that runs files cannot be copied or pickled. Open them again: open_model(folder)"
         )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        raise InvalidArgumentError("save_pretrained: the model is in files. Copy their folder: shutil.copytree(a, b)")
+        raise InvalidArgumentError("save_pretrained cannot save this model. Copy its folder: shutil.copytree(a, b)")
 
 
 # defaults of models for inputs that the caller leaves out: no padding, and one text
@@ -169,7 +169,7 @@ class PlainFileModel(ModelWithoutWeights):
                 feeds[name] = make(tokens)
         missing = [name for name in ports if name not in feeds]
         if missing:
-            raise InvalidArgumentError(f"{self.runner.name} takes {', '.join(ports)}: pass {', '.join(missing)}.")
+            raise InvalidArgumentError(f"{self.runner.name} takes {', '.join(ports)}: also pass {', '.join(missing)}.")
         found = self.runner.run(typed(self.runner, {name: value.detach().cpu() for name, value in feeds.items()}))
         return ModelOutput(found)
 
@@ -319,9 +319,9 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidArgumentError(
-            "The cache of an exported model cannot be stored: its keys and values are in the memory of the library "
-            "that runs them. Store the tokens, and run the model on them again; copy.deepcopy(cache) works within "
-            "this process."
+            "The cache of an exported model cannot be pickled: its keys and values are in the memory of the library "
+            "that runs the files. Store the tokens, and run the model on the tokens again. Within this process, "
+            "copy.deepcopy(cache) works."
         )
 
     def hold(self) -> None:
@@ -376,8 +376,8 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
             state.seen = seen_by_state
         elif not self.again or kept < self.seen - self.again:
             raise GenerationError(
-                f"{self.steps.parts.decoder.name} has a sliding window or a recurrent state: its cache cannot drop "
-                f"{self.seen - kept} tokens. Call generate without this cache."
+                f"{self.steps.parts.decoder.name} has a sliding window or a recurrent state, so its cache cannot "
+                f"drop the last {self.seen - kept} tokens. Call generate without this cache."
             )
         else:
             self.again -= self.seen - kept

@@ -122,7 +122,7 @@ class Steps:
             check_cache_outputs(parts.decoder.ports, parts.prefill.outputs, parts.prefill.name, of=parts.decoder.name)
         if not parts.decoder.slots:
             raise GenerationError(
-                f"{parts.decoder.name} takes no {CACHE}.*, so it is an encoder or a decoder without its cache. "
+                f"{parts.decoder.name} has no inputs {CACHE}.*: it is an encoder, or a decoder without its cache. "
                 f"{_ONE_CALL}\nExport a decoder with its cache:\n"
                 "    export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...)"
             )
@@ -173,8 +173,8 @@ class Steps:
         else:
             if encoded or decoder_input_ids is not None:
                 raise InvalidArgumentError(
-                    f"{self.parts.decoder.name} belongs to a model without an encoder, which reads input_ids only. "
-                    "Leave other inputs out."
+                    f"{self.parts.decoder.name} belongs to a decoder-only model. Pass input_ids, and leave out "
+                    "input_features, input_values and decoder_input_ids."
                 )
             tokens = tokens_of("input_ids", input_ids)
             mask = _mask_of(tokens, attention_mask)
@@ -216,7 +216,7 @@ class Steps:
                     )
                 if frames is not None and value.shape[2] > frames:
                     raise InvalidArgumentError(
-                        f"input_features has {value.shape[2]} frames, but {encoder.name} reads windows of {frames}. "
+                        f"input_features has {value.shape[2]} frames, but {encoder.name} reads at most {frames}. "
                         "Whisper's own loop splits longer sound into windows:\n"
                         "    generate(input_features=sound, return_timestamps=True)"
                     )
@@ -256,8 +256,8 @@ class Steps:
         if switch.rereads is None:
             raise GenerationError(
                 f"This text grew past {switch.length} tokens, where the model's rotary angles change (longrope, "
-                "dynamic). Some models, such as Phi-3, recompute the KV cache when these angles change. Without "
-                "yobx_flatten.json, the folder does not record whether to recompute it; the next tokens may be wrong. "
+                "dynamic). Some models, such as Phi-3, recompute the KV cache when these angles change. A folder "
+                "without yobx_flatten.json does not record whether its model does, so the next tokens may be wrong. "
                 "Export with\n    export_folder(model, folder)\nor begin with a prompt of over "
                 f"{switch.length} tokens, or ask for fewer new tokens."
             )
@@ -280,7 +280,7 @@ class Steps:
             begun = sequence.new.shape[1]
             raise InvalidArgumentError(
                 f"The text has {used} tokens, but the model has {most} positions. "
-                + (f"Pass a prompt of {most} or less." if begun > 1 else "Pass a shorter prompt, or max_new_tokens.")
+                + (f"Pass at most {most} tokens." if begun > 1 else "Pass a shorter prompt, or max_new_tokens.")
             )
         if not sequence.cache and self.parts.prefill is None:
             sequence.cache = self._empty_cache(len(sequence.tokens), sequence.context)
@@ -374,6 +374,6 @@ def _mask_of(tokens: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
     mask = _integers("attention_mask", given)
     if mask.shape != tokens.shape:
         raise InvalidArgumentError(
-            f"attention_mask has shape {tuple(mask.shape)}, but input_ids has shape {tuple(tokens.shape)}."
+            f"attention_mask has shape {tuple(mask.shape)}, but input_ids has {tuple(tokens.shape)}. Pass equal shapes."
         )
     return mask

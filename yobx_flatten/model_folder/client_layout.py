@@ -246,8 +246,8 @@ def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> No
             compared = compare(value, found[name], "rows")
             if not compared:
                 raise ReplayError(
-                    f"{target.name} differs from the two files that it joins: {name} differs by "
-                    f"{compared.difference:.1e}."
+                    f"{target.name} and the two decoder files that were merged into it return different values: output "
+                    f"{name} differs by {compared.difference:.1e}."
                 )
 
 
@@ -267,7 +267,7 @@ def write_genai_files(
     shared: Collection[str],
     options: FolderOptions,
 ) -> None:
-    """Write configuration files if onnxruntime-genai can run the files; else refuse ``layout="genai"``."""
+    """Write the configuration of onnxruntime-genai if it can run the files; else refuse ``layout="genai"``."""
     is_asked, contents = options.layout == "genai", None
     if task == "text-generation":
         contents = decoder_config(model, reports["model.onnx"].input_names, shared=shared)
@@ -302,8 +302,8 @@ def write_genai_files(
     elif is_asked:
         way = "" if options.optimize else ', or pass optimize="onnxruntime", which keeps keys of all tokens'
         raise InvalidArgumentError(
-            f"onnxruntime-genai 0.18 does not run this {type(model).__qualname__}: the library only has caches that "
-            f'keep all tokens. Leave layout="genai" out{way}.'
+            f"onnxruntime-genai 0.18 does not run this {type(model).__qualname__}: the library only supports caches "
+            f'with keys and values of all tokens. Leave layout="genai" out{way}.'
         )
 
 

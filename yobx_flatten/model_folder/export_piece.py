@@ -205,8 +205,8 @@ class FolderOptions:
             value = getattr(found, name)
             if value < least:
                 raise InvalidArgumentError(
-                    f"bounds: {name}={value} is less than {least}, which the checks of the folder need. For one row: "
-                    "batch=1 (--max-batch 1)."
+                    f"bounds: {name}={value} is too small: the checks of the folder need at least {least}. For files "
+                    "with batch size 1: batch=1 (--max-batch 1)."
                 )
         return found
 

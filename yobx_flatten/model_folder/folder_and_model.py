@@ -38,7 +38,7 @@ from .write import write_matrices
 
 @dataclasses.dataclass(frozen=True)
 class FolderExplanation:
-    """The first node in each file of a folder whose value differs from that in the model; ``print`` shows the nodes.
+    """For each file of a folder, the first node whose value differs from that in the model; ``print`` shows the nodes.
 
     Attributes:
         path: the folder.
@@ -65,7 +65,7 @@ class FolderExplanation:
 def explain_folder(
     folder: str | os.PathLike[str], model: TransformersModel | str | os.PathLike[str]
 ) -> FolderExplanation:
-    """Find the first node in each file of an exported folder whose value differs from the value in the model.
+    """Find, in each file of an exported folder, the first node whose value differs from the value in the model.
 
     The model is exported again to temporary files, and the outputs of these files are compared with the outputs of the
     model. For each stored test case, the value of each node in a file of the folder is then compared with the value of
@@ -90,7 +90,7 @@ def explain_folder(
     if manifest.runtime != "onnxruntime" or manifest.quality:
         raise InvalidArgumentError(
             f"{path} is {'quantized' if manifest.quality else f'for {manifest.runtime}'}, but only ONNX files with "
-            "unquantized weights are compared by node. Export to ONNX without quantize=, and pass that folder."
+            "unquantized weights can be compared node by node. Export to ONNX without quantize=, and pass that folder."
         )
     if not manifest.cases:
         raise InvalidArgumentError(f'{path} contains no test cases: export again without proof="none".')
@@ -151,7 +151,7 @@ def pieces_of_folder(
     if missing:
         raise InvalidArgumentError(
             f"{type(model).__qualname__} is not the model of this folder ({manifest.model}): only one of the two "
-            f"models has {missing[0]}. Name the model that was exported: model=FOLDER"
+            f"is exported with a file {missing[0]}. Name the model that was exported: model=FOLDER"
         )
     return pieces, rows
 
@@ -213,7 +213,7 @@ def add_adapter(
             f"export_folder(model, folder, adapters={{{name!r}: {os.fspath(adapter)!r}}})   (--adapter NAME=FOLDER)"
         )
     if name in adapter_names(path) and not overwrite:
-        raise FolderExistsError(f"{path} has an adapter {name!r}. Choose another name, or pass overwrite=True.")
+        raise FolderExistsError(f"{path} already has adapter {name!r}. Choose another name, or pass overwrite=True.")
     check_writable(path)
     base = load_model(adapter if model is None else model, manifest)
     (found,) = read_adapters(base, {name: adapter})
@@ -238,7 +238,7 @@ def add_adapter(
         checks = check_adapter(path, found, stored, work)
         done = AddedAdapter(pathlib.Path(folder), name, tuple(checks))
         if not all(check.ok for check in checks):
-            raise ReplayError(f"With the adapter, the files compute different values than PEFT.\n{done}")
+            raise ReplayError(f"Adapter {name!r}: files and PEFT return different values. Nothing was written.\n{done}")
         write_matrices(work, [found])
         quality = {check.file: check.quality for check in checks if check.quality is not None}
         adapters = {**manifest.adapters, name: StoredAdapter(stored, quality)}

@@ -79,7 +79,7 @@ def open_generator(
         manifest = read_manifest(path)
         if manifest.task not in (*GENERATES, *SPEAKS):
             raise GenerationError(
-                f"{path} is for {manifest.task}: it does not generate. Call it:\n"
+                f"The model in {path} is for {manifest.task} and cannot generate. Call it:\n"
                 f"    open_model({os.fspath(folder)!r})(...)"
             )
         check_digests(path, manifest.sha256)

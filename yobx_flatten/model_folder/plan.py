@@ -91,7 +91,7 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
         options.largest.check_positions(model)
     if dtype not in WEIGHT_TYPES or (options.name == "onnx" and proof != "none" and not has_kernels(dtype)):
         raise InvalidArgumentError(
-            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Use float32 or float16, or to='program'. "
+            f"onnxruntime has no CPU kernels for weights of {dtype}. Use float32 or float16, or to='program'. "
             'If another execution provider will run the files, skip the checks: proof="none"'
         )
     if own_task in GENERATES and getattr(model, "generation_config", None) is not None:
@@ -130,7 +130,7 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
         found = task if in_place else f"layout={options.layout!r}"
         found = found if options.runtime == "onnxruntime" else options.runtime
         raise InvalidArgumentError(
-            "adapters= needs ONNX files for onnxruntime, and a model that generates text or runs in one call; found "
+            "adapters= needs onnxruntime, layout 'flat' or 'genai', and a model that does not generate speech; found "
             f"{found}. Merge the adapter instead: export_folder(ADAPTER, folder), where PEFT wrote the folder ADAPTER."
         )
     return dataclasses.replace(plan, adapters=read_adapters(model, adapters))
@@ -190,8 +190,8 @@ def _quantization(
         asked = "keep"
     if asked is not None and own_task in SPEAKS:
         raise InvalidArgumentError(
-            f"quantize= is not for {facts.name}: errors would add up from frame to frame, and their effect on the "
-            'sound is not measured. Leave quantize= out, or take dtype="float16".'
+            f"quantize= is not supported for {facts.name}: rounding errors would add up from frame to frame, and their "
+            'effect on the sound is not measured. Leave quantize= out, or pass dtype="float16".'
         )
     quantization = choose_quantization(asked, facts, "export_folder", options.runtime)
     prompts: tuple[str, ...] = ()
@@ -209,7 +209,7 @@ def _quantization(
         )
     if has_text and options.logits == "last":
         raise InvalidArgumentError(
-            'tokens= needs the scores of all positions, but logits="last" returns only the last. Leave one out.'
+            'Quantization(tokens=...) needs the logits of all tokens: leave tokens= or logits="last" out.'
         )
     return quantization, prompts
 

@@ -57,7 +57,7 @@ class _Dense:
 
 
 class Pooling(torch.nn.Module):
-    """Pools hidden states to one vector for each text; the vectors of several ``_MODES`` are joined."""
+    """Pools hidden states to one vector for each text; vectors of several pooling modes are concatenated."""
 
     def __init__(self, modes: Sequence[str]) -> None:
         super().__init__()

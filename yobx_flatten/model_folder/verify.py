@@ -101,7 +101,7 @@ class FolderReport(Report):
         return (check.difference for check in self.checks if check.file != "generate")
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield for each test case the share of NaN values in each output of the model."""
+        """Yield, for each test case, the share of NaN values in each output of the model."""
         return ({f"{check.file}: {name}": share for name, share in check.nan.items()} for check in self.checks)
 
     @property
@@ -267,7 +267,7 @@ def _check_quality(folder: pathlib.Path, name: str, stored: Quality, cases: list
             outputs = runner.run({name: case.inputs[name] for name in runner.ports})
             missing = next((name for name in case.outputs if name not in outputs), None)
             if missing is not None:
-                raise ReplayError(f"{runner.name} has no output {missing}.")
+                raise ReplayError(f"{runner.name} lacks output {missing} of the test case.")
             padding = Padding()
             padding.next_call(case.inputs)
             expected = {name: value for name, value in case.outputs.items() if isinstance(value, torch.Tensor)}

@@ -162,7 +162,7 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
         with made.first.timed("verify"):
             verified = verify_folder(work, trust=True)  # this process wrote the files
         if not verified.ok and plan.proof != "none":
-            raise ReplayError(f"The exported {manifest.model} differs from the model.\n{verified}")
+            raise ReplayError(f"The exported {manifest.model} differs from the model. Nothing was written.\n{verified}")
         if manifest.quality:
             counts = {check.case: check.tokens for check in verified.checks if check.tokens is not None}
             write_card(work, manifest.model, plan.text, manifest.quality, counts)

@@ -91,7 +91,7 @@ def test_patches_without_a_grid_and_frames_among_pictures_are_refused(qwen):
         ({"pixel_values_videos": patches}, r"video_grid_thw must have shape \(videos, 3\).*Pass video_grid_thw as"),
         ({"pixel_values": patches, "image_grid_thw": grid}, "pass videos as pixel_values_videos"),
         (films, r"0 video tokens \(id 258\), but the videos need 16"),
-        ({**films, "second_per_grid_ts": [1.0, 1.0]}, "has 2 numbers, but video_grid_thw has 1 rows"),
+        ({**films, "second_per_grid_ts": [1.0, 1.0]}, "has 2 numbers for 1 rows of video_grid_thw"),
     ]:
         with pytest.raises(InvalidArgumentError, match=words):
             generator.generate(ids, mask, **given)

@@ -80,7 +80,7 @@ def test_a_prompt_as_long_as_the_limit_is_refused():
     model, generator = _pair(max_length=4)
     with pytest.raises(ValueError, match="max_length"):
         _tokens(model)
-    with pytest.raises(InvalidArgumentError, match=r"has 4 tokens.*max_length in .* is 4\. Pass max_new_tokens"):
+    with pytest.raises(InvalidArgumentError, match=r"has 4 tokens.*max_length in .* allows 4 .*Pass max_new_tokens"):
         generator.generate(PROMPT, MASK)
     assert generator.generate(PROMPT, MASK, max_new_tokens=2).shape == (2, 6)
 
@@ -210,8 +210,8 @@ def test_a_folder_whose_entries_ask_for_another_loop_is_checked_in_the_plain_one
         ({"length_penalty": "x"}, r"generation_config\.json"),
         ({"num_beams": 10**9}, "num_beams"),
         ({"num_return_sequences": 5000}, "num_return_sequences"),
-        ({"forced_eos_token_id": 10**9}, r"forced_eos_token_id = 1,000,000,000, but its model has 300 tokens"),
-        ({"bad_words_ids": [[5], [7, 300]]}, r"bad_words_ids = 300, but its model has 300 tokens"),
+        ({"forced_eos_token_id": 10**9}, r"forced_eos_token_id = 1,000,000,000, but the vocabulary has 300 tokens"),
+        ({"bad_words_ids": [[5], [7, 300]]}, r"bad_words_ids = 300, but the vocabulary has 300 tokens"),
     ],
 )
 def test_numbers_out_of_their_range_are_errors_of_the_file_before_a_loop_takes_memory(stated, words, tmp_path):

@@ -112,10 +112,10 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path):
     of_optimize = r'optimize must be None, or "onnxruntime" for to="onnx"; found'
     for wrong, words in [
         ({"to": "tflite"}, 'to must be "onnx" or "program"'),
-        ({"model": small_model("llama").bfloat16()}, "no kernels in onnxruntime"),
+        ({"model": small_model("llama").bfloat16()}, "no CPU kernels for weights of bfloat16"),
         ({"optimize": "all"}, of_optimize),
         ({"optimize": "onnxruntime", "to": "program"}, of_optimize),
-        ({"logits": "last", "quantize": scored}, r"tokens= needs the scores of all positions"),
+        ({"logits": "last", "quantize": scored}, r"tokens=...\) needs the logits of all tokens"),
         ({"quantize": "int2"}, "found 'int2'"),
         ({"logits": "first"}, "logits must be"),
     ]:

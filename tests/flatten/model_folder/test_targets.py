@@ -114,7 +114,7 @@ def test_a_file_that_was_changed_is_refused(exported, tmp_path):
     data[len(data) // 2] ^= 1
     (copy / name).write_bytes(data)
     for read in (open_generator, verify_folder):
-        with pytest.raises(DamagedFileError, match="is not the file that was exported"):
+        with pytest.raises(DamagedFileError, match="changed after the export"):
             read(copy, trust=True)
     (copy / name).unlink()
     with pytest.raises(DamagedFileError, match=r"names the file .* which does not exist"):
@@ -126,7 +126,7 @@ REFUSED = {
     "bounds of another name": ({"target": "executorch", "bounds": {"rows": 4}}, "bounds: expected a dict of ints"),
     "bounds that hold no case": ({"target": "executorch", "bounds": {"length": 8}}, "length=8 is less than 32"),
     "bounds for onnxruntime": ({"bounds": BOUNDS}, "leave bounds= out for onnxruntime"),
-    "two rows": ({"to": "program", "bounds": {"batch": 2, "length": 64}}, r"For one row: batch=1 \(--max-batch 1\)"),
+    "two rows": ({"to": "program", "bounds": {"batch": 2, "length": 64}}, r"batch size 1: batch=1 \(--max-batch 1\)"),
     "bounds without a length": ({"target": "executorch", "bounds": {"batch": 4}}, 'bounds= has no "length"'),
     "bounds above the positions": ({"to": "program", "bounds": {"length": 4096}}, "above the 2048 positions of Llama"),
     "weights in fewer bits": ({"to": "program", "quantize": "int8"}, 'torch: leave it out, or take\n.*target="onnxr'),

@@ -158,7 +158,7 @@ TYPES = "token_type_ids"
 
 
 def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tensor:
-    """Make ``token_type_ids`` of shape (batch, length) for text pairs, with second texts at different positions."""
+    """Make ``token_type_ids`` of shape (batch, length) for text pairs, whose second texts begin at different places."""
     # for a model whose types have several columns (TAPAS), one more axis
     begins = 1 + torch.arange(batch)[:, None] % (length - 1)
     types = (torch.arange(length) >= begins).long()
@@ -293,14 +293,14 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
             lost = [name for name in takes if _MEDIA.fullmatch(name) and name != reads]
             if lost and reads != "inputs":  # for "inputs", the encoder of a speech model names the main input
                 raise GenerationError(
-                    f"{type(model).__qualname__} reads {', '.join(lost)} besides {reads}, but the files for {found} "
-                    f"take {reads} alone. To keep {lost[0]}, export recorded calls: with record_calls(model) as "
+                    f"{type(model).__qualname__} reads {', '.join(lost)} in addition to {reads}, but files for {found} "
+                    f"take only {reads}. To keep {lost[0]}, export recorded calls: with record_calls(model) as "
                     f"calls: model.generate(...). To leave it out, call export_folder(..., task={found!r})."
                 )
         generates = getattr(model, "can_generate", None)
         if found == "feature-extraction" and callable(generates) and generates():
             raise GenerationError(
-                f"{type(model).__qualname__} has its own generation loop, which exported folders do not have. Export "
+                f"{type(model).__qualname__} has its own generation loop, which exported folders cannot run. Export "
                 "recorded calls of this loop: with record_calls(model) as calls: model.generate(...). To export one "
                 f"forward call, use export_folder(..., task={found!r})."
             )
@@ -327,7 +327,7 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
             raise
         one_row = "For one row at a time: batch=1. " if "batch size" in str(error) and split.rows != 1 else ""
         raise GenerationError(
-            f"{type(model).__qualname__} does not take the inputs of a folder for {wanted} ({type(error).__name__}: "
+            f"{type(model).__qualname__} fails with the inputs of a folder for {wanted} ({type(error).__name__}: "
             f"{first_line(error)[:200]}). {one_row}Export the model with its own inputs, export_onnx(model, "
             "kwargs=inputs, path=...), or export recorded calls: with record_calls(model) as calls: ..."
         ) from error

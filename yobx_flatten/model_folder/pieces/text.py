@@ -74,7 +74,7 @@ def pieces_of_calls(
     shapes: Mapping[str, Mapping[str, Any]],
     steps: int = 1,
 ) -> list[Piece]:
-    """Describe a file for each module; ``example`` has inputs for the export, and ``others`` inputs for tests."""
+    """Return, for each module, a description of its exported file: inputs, dynamic shapes and test cases."""
     # shapes: dynamic shapes of single inputs, by file; steps: number of calls of the last module in each case
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):
@@ -94,8 +94,8 @@ def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece
     cache_is = argument_of(model.forward)
     if cache_is is None or (decoders.has_states_alone(model) and not isinstance(model, decoders.StateDecoder)):
         raise GenerationError(
-            f"{type(model).__qualname__} takes no {CACHE}: its cache cannot begin empty, so one file cannot serve both "
-            "the first call and later calls. Export two files, and pass the one for the first call as prefill:\n"
+            f"{type(model).__qualname__} takes no {CACHE} that can begin empty, so one file cannot serve both the "
+            "first call and later calls. Export two files, and pass the file for the first call as prefill:\n"
             "    OnnxGenerator(path, prefill=first_path)"
         )
     names = [name for name in ("input_ids", "attention_mask", "position_ids", cache_is) if name in takes]
@@ -328,15 +328,15 @@ def heads_of(model: TransformersModel) -> list[Head]:
     stated = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
     if not stated or not hasattr(model, "_extract_token_timestamps"):
         raise InvalidArgumentError(
-            "word_times=True is for a Whisper whose generation_config names alignment_heads, and this "
-            f"{type(model).__qualname__} names none. Set model.generation_config.alignment_heads, a list of [layer, "
+            "word_times=True needs a Whisper model whose generation_config has alignment_heads, but this "
+            f"{type(model).__qualname__} has none. Set model.generation_config.alignment_heads, a list of [layer, "
             "head], or leave word_times= out."
         )
     layers, heads = model.config.decoder_layers, model.config.decoder_attention_heads
     for layer, head in stated:
         if not (0 <= layer < layers and 0 <= head < heads):
             raise InvalidArgumentError(
-                f"generation_config.alignment_heads has [{layer}, {head}], and the decoder has {layers} layers of "
+                f"generation_config.alignment_heads has [{layer}, {head}], but the decoder has {layers} layers of "
                 f"{heads} heads. Set alignment_heads to pairs [layer, head] of this decoder."
             )
     return sorted({(int(layer), int(head)) for layer, head in stated})

@@ -132,8 +132,8 @@ class NestedVisionEncoder(torch.nn.Module):
         features = torch.cat(tuple(getattr(found, "pooler_output", found))).flatten(0, -2)
         if not compare(features, self(picture)["image_features"].flatten(0, -2), "sums"):
             raise GenerationError(
-                f"vision_model and connector of {type(model).__qualname__} give other image features than the model. "
-                "Export recorded calls:\n    with record_calls(model) as calls: model.generate(...)"
+                f"vision_model and connector of {type(model).__qualname__} cannot be exported alone: image features "
+                "would differ. Export recorded calls:\n    with record_calls(model) as calls: model.generate(...)"
             )
 
 
@@ -167,8 +167,8 @@ class TiledVisionEncoder(torch.nn.Module):
             packed = tiles.packed([found["image_features"]], found["image_newline"][0], given["image_sizes"])
             if not compare(features, packed, "sums"):
                 raise GenerationError(
-                    f"Vision tower and projector of {type(model).__qualname__} give other image features than the "
-                    "model. Export recorded calls:\n    with record_calls(model) as calls: model.generate(...)"
+                    f"Vision tower and projector of {type(model).__qualname__} cannot be exported alone: features "
+                    "would differ. Export recorded calls:\n    with record_calls(model) as calls: model.generate(...)"
                 )
 
 

@@ -113,7 +113,7 @@ def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.T
 
     where = f"{folder / ADAPTER} has a pattern ({', '.join(held)})"
     if patterns:
-        with raised_as(lambda error: ModelSourceError(f"{where} that cannot be matched: {error}")):
+        with raised_as(lambda error: ModelSourceError(f"{where} that cannot be matched with layers: {error}")):
             limited(match_all)
 
 
@@ -161,7 +161,7 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
     for name, given in folders.items():
         if not _NAME.fullmatch(name):
             raise InvalidArgumentError(
-                f"adapters: the name {name!r} is not allowed. Names have letters, digits, _, - and dots: french=FOLDER"
+                f"adapters: the name {name!r} is not allowed. Use letters, digits, _, - and dots: french=FOLDER"
             )
         folder = pathlib.Path(given)
         if not (folder / ADAPTER).is_file():

@@ -113,7 +113,7 @@ def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> 
         if size > most:
             raise failure(
                 f"The model that {name} configures does not fit into memory: its first {count} weights take "
-                f"{format_bytes(size)} already, and {format_bytes(most)} are available."
+                f"{format_bytes(size)} already, but only {format_bytes(most)} are available."
             )
         if count > _MOST_PARAMETERS:
             raise failure(f"The model that {name} configures has more than {_MOST_PARAMETERS:,} weights.")
@@ -160,7 +160,7 @@ def class_for(config: Any) -> Any:
             return getattr(transformers, name)
     found = next((kind for name in _AUTO_CLASSES if (kind := of_kind(name, config)) is not None), None)
     if found is None:
-        raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
+        raise InvalidArgumentError(f"transformers has no model class for a {type(config).__qualname__}.")
     return found
 
 
@@ -170,7 +170,7 @@ def classes_of_task(config: Any, task: str) -> list[Any]:
 
 
 def class_of_task(config: Any, task: str, own: Any) -> Any:
-    """Return ``own`` if this class fits a task, or transformers has no class for the task; else transformers' class."""
+    """Return the model class ``own`` if it fits a task, or if transformers has no other; else transformers' class."""
     flat = classes_of_task(config, task)
     # A class without a head, such as DPRContextEncoder, stays: its AutoModel may be another part of the model. A class
     # with a head stays only for tasks that this head is for.
@@ -217,7 +217,7 @@ def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
 
 
 def of_kind(name: str, config: Any) -> Any:
-    """Return the model class that a transformers auto class loads for a configuration; ``None`` if it has no class."""
+    """Return the model class that a transformers auto class loads for a configuration; ``None`` if there is none."""
     import transformers
 
     auto, kind = getattr(transformers, name, None), type(config)
@@ -278,7 +278,7 @@ def small_config(name: str) -> Any:
         # the message of a failed check has its reason in the second line
         lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2] or [type(error).__name__]
         return InvalidArgumentError(
-            f"A small {name} cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder or a config.json instead."
+            f"A small {name} with random weights cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder instead."
         )
 
     with raised_as(refused):  # each configuration raises its own errors

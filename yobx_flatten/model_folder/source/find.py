@@ -159,8 +159,8 @@ class FoundModel:
         assert self.folder is not None
         if self.adapter is not None:
             raise ModelSourceError(
-                f"{self.name} contains an adapter for a quantized model. Merge the adapter and save the full model "
-                f"with the library that quantized it, or pass {self.folder} to export without the adapter."
+                f"The adapter in {self.name} cannot be merged here: its base model is quantized. Merge and save the "
+                f"model with the library that quantized it, or pass {self.folder} to export without the adapter."
             )
         config = copy.deepcopy(self.config)
         del config.quantization_config  # the loaded weights are not quantized
@@ -204,13 +204,13 @@ def find_model(
             folder = pathlib.Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
     elif "/" in source or "\\" in source or source in (".", ".."):
         raise ModelSourceError(
-            f"There is no folder {source}. Name a folder that save_pretrained wrote, or a type such as llama."
+            f"There is no folder {source}. Name a folder that save_pretrained wrote, or a model type such as llama."
         )
     else:
         return FoundModel(source, small_config(source), is_small=True)
     if folder is not None and holds_adapter(folder):
         if of_adapter:
-            raise ModelSourceError(f"The base of adapter {of_adapter} is an adapter itself: merge {source} first.")
+            raise ModelSourceError(f"The base model of {of_adapter} is an adapter itself. Merge {source} first.")
         return _adapted(source, folder, weights=weights, trust_remote_code=trust_remote_code)
     file = path if folder is None else folder / "config.json"
     if not file.is_file() and (held := sorted(file.parent.glob(f"*{GGUF}"))):
@@ -241,16 +241,16 @@ def _adapted(source: str, folder: pathlib.Path, **how: bool) -> FoundModel:
         f"    export_folder(PeftModel.from_pretrained(base, {source!r}).merge_and_unload(), ...)"
     )
     if not isinstance(base, str) or not base:
-        raise ModelSourceError(f"{source} contains an adapter, and does not name its base model. {remedy}")
+        raise ModelSourceError(f"The adapter in {source} does not name its base model. {remedy}")
     try:
         found = find_model(base, of_adapter=source, **how)
     except (ModelSourceError, InvalidArgumentError) as error:
         raise ModelSourceError(
-            f"{source} holds an adapter of {base}, which is not found: {first_line(error)} {remedy}"
+            f"The base model {base} of the adapter {source} is not found: {first_line(error)} {remedy}"
         ) from error
     if not found.has_weights:
         raise ModelSourceError(
-            f"{source} holds an adapter of {base}, but {base} has no weights. In {ADAPTER}, set "
+            f"The base model {base} of the adapter {source} has no weights. In {ADAPTER}, set "
             '"base_model_name_or_path" to a folder with weights.'
         )
     return dataclasses.replace(found, name=source, adapter=folder)

@@ -98,7 +98,7 @@ def _check_memory(
     if size > free and not is_mapped:
         remedy = remarks[0] if remarks else 'Read them layer by layer:\n    weights="stream" (--weights stream)'
         raise NoRoomError(
-            f"The weights of {found.name} take {format_bytes(size)} of memory in {name}, and {format_bytes(free)} are "
+            f"The weights of {found.name} take {format_bytes(size)} of memory in {name}, but {format_bytes(free)} are "
             f"available. {remedy[0].upper()}{remedy[1:]}"
         )
 
@@ -162,7 +162,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
 def unread_model(
     found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Reader], tuple[str, ...]]:
-    """Return a model with parameters on the meta device, functions that read them, and notes for the report."""
+    """Return a model with parameters on the meta device, functions that read their values, and notes for the report."""
     assert found.folder is not None
     if found.runs_code:
         raise NotStreamableError("the model's class is not part of transformers")
@@ -201,7 +201,7 @@ def unread_model(
     differences = _differences(model, checkpoint, sources, tied)
     differences.check(found.name, type(model).__qualname__, found.unmatched_weights, ModelSourceError)
     if differences.missing or differences.reshaped:
-        raise NotStreamableError("weights that are missing in its files are random")
+        raise NotStreamableError("weights that its files lack get random values")
     readers: dict[str, Reader] = {}
     for names, _ in tied:
         held = list(dict.fromkeys(sources[name] for name in names if name in sources))

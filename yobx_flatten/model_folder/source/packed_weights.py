@@ -63,7 +63,7 @@ def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tenso
         with damage_as(ModelSourceError, f"{layer} of {name}"):
             found[f"{layer}.weight"] = packing.unpack(parts)
     if not found:
-        raise ModelSourceError(f"{name} has no *{main} tensors: remove quantization_config from its config.json.")
+        raise ModelSourceError(f"{name} has no quantized weights (*{main}): omit quantization_config in config.json.")
     return {**held, **found}
 
 

@@ -49,7 +49,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
-    """Print the versions of Python and all libraries for a bug report, and the newest tested versions."""
+    """Print the installed versions of Python and the libraries for a bug report, and the newest tested versions."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -77,7 +77,6 @@ def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fals
 
 
 def clone() -> pathlib.Path | None:
-    """Return the folder of the git clone; ``None`` for an installed package, which has no folder ``benchmarks``."""
     root = pathlib.Path(__file__).resolve().parent.parent.parent
     return root if (root / "matrix" / "__main__.py").is_file() and (root / "benchmarks").is_dir() else None
 
@@ -123,7 +122,6 @@ def bench(
 
 
 def is_object_name(text: str) -> bool:
-    """Return whether a text has the form ``module:name``, unlike ``C:/models``."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -210,7 +208,7 @@ def explain(
             "MODULE:NAME of an object or a function. If a function returns (module, kwargs), kwargs are drawn.",
         ),
     ],
-    plain: Annotated[bool, typer.Option(help="Draw how torch alone flattens the object.")] = False,
+    plain: Annotated[bool, typer.Option(help="Draw how torch flattens the object without this package.")] = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Load pickles, which may run code; use only if you trust their author.")
     ] = False,
@@ -282,14 +280,14 @@ _KINDS = ("layer", "cache", "output", "container")
 
 
 def list_classes(
-    kind: Annotated[str, typer.Option(metavar="KIND", help=f"List one kind only: {', '.join(_KINDS)}.")] = "",
+    kind: Annotated[str, typer.Option(metavar="KIND", help=f"List only one kind: {', '.join(_KINDS)}.")] = "",
     imports: Annotated[
         list[str] | None,
-        typer.Option("--import", metavar="MODULE", help="Import a module that registers further classes first."),
+        typer.Option("--import", metavar="MODULE", help="First import a module that registers further classes."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """List the classes that can be flattened, the leaves of each class, and the library that flattens it.
+    """List the classes that can be flattened, the leaves of each class, and the library that registered the class.
 
     The list contains the transformers classes that `register_flattening_functions(patch_transformers=True)` registers.
     A class that belongs to one model is listed only if --import names the model's module.

@@ -31,12 +31,12 @@ _WRITES = ("text-generation", "text2text-generation", "image-text-to-text")
 
 _RuntimeName = Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"]
 
-Folder = Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")]
+Folder = Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that `yobx-flatten export` wrote.")]
 AdapterName = Annotated[
-    str | None, typer.Option("--adapter", metavar="NAME", help="LoRA adapter of the folder to use (default: none).")
+    str | None, typer.Option("--adapter", metavar="NAME", help="Name of a LoRA adapter in the folder (default: none).")
 ]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; below 1, likely tokens become likelier.")]
-TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")]
+TopK = Annotated[int | None, typer.Option(help="Sample among this number of likeliest tokens.")]
 TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens with this total probability.")]
 Seed = Annotated[int | None, typer.Option(help="Random seed of sampling.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of threads of onnxruntime, OpenVINO or ExecuTorch.")]
@@ -168,26 +168,28 @@ def _exported_as_dict(done: ExportedFolder, found: find.FoundModel) -> dict[str,
 def verify(
     folder: Annotated[
         pathlib.Path,
-        typer.Argument(metavar="PATH", help="A folder that export wrote; with --model, any model file or folder."),
+        typer.Argument(metavar="PATH", help="An exported folder; with --model, any model file or folder."),
     ],
     trust: Trust = False,
     device: Device = None,
     explain: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Also find the first node whose values differ from this model's."),
+        typer.Option(metavar="MODEL", help="Also export this model again, and find the first node that differs."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Compare files that any exporter wrote with this model.")
+        str | None, typer.Option(metavar="MODEL", help="Compare the files, from any exporter, with this model.")
     ] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="THEIRS=OURS", help="With --model: rename an input or output (repeatable)."),
+        typer.Option(
+            "--map", metavar="THEIRS=OURS", help="With --model: pair an input or output of the file with the model's."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check an exported folder: run its stored inputs, generate tokens, and compare with the model's stored results.
+    """Check an exported folder: run its files, generate tokens, and compare with the model's stored results.
 
-    The model is not loaded, because the folder contains the model's results. Exit status: 0 all results agree; 1 a
+    The folder contains the inputs and the results, so the model is not loaded. Exit status: 0 all results agree; 1 a
     result differs. With --explain, the model is exported again, and the first node whose values differ is shown.
 
     With --model, check files from any exporter. Files and model run on the same inputs: several sizes, padding, texts
@@ -238,7 +240,7 @@ def adapter(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace adapters of the same name.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Add LoRA adapters to an exported folder, and compare the outputs of the files with PEFT.
+    """Add LoRA adapters to an exported folder, and compare the outputs of the files with those of PEFT.
 
     DIR must have been exported with --adapter or --room-for-adapters. The original model is loaded for the comparison.
     Exit status: 0 all checks passed; 1 the files differ from PEFT, and nothing was written.
@@ -260,7 +262,7 @@ def named_folders(given: Sequence[str]) -> dict[str, str]:
     for one in given:
         name, equals, place = one.partition("=")
         if not equals or not name or not place or name in found:
-            raise UserError(f"write each adapter as NAME=FOLDER, each with another name; found {one}")
+            raise UserError(f"expected each adapter as NAME=FOLDER, with a different name for each; found {one}")
         found[name] = place
     return found
 
@@ -338,7 +340,7 @@ def _tokenizer(folder: pathlib.Path) -> Any:
         tokenizer = find.open_tokenizer(folder, failure=DamagedFileError, padding_side="left")
     except (DamagedFileError, OSError) as error:
         raise UserError(
-            f"{folder} contains no tokenizer that can be read: copy the model's tokenizer files there"
+            f"{folder} contains no tokenizer that can be read: copy the model's tokenizer files into the folder"
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -348,7 +350,7 @@ def _tokenizer(folder: pathlib.Path) -> Any:
 def chat(
     folder: Folder,
     message: Annotated[
-        list[str] | None, typer.Option(help="A message to send; one option per turn (default: lines of stdin).")
+        list[str] | None, typer.Option(help="A message to send; may be repeated (default: lines of stdin).")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of the conversation.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens per reply.")] = 256,
@@ -431,11 +433,11 @@ Dtype = Annotated[
     typer.Option(help="Data type of the weights. bfloat16 needs --to program or --proof none."),
 ]
 Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: the fastest that passes the checks).")]
-Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Varying sizes: batch and lengths, or only lengths.")]
-Batch = Annotated[int, typer.Option(min=1, help="Batch size, with --dynamic length.")]
-MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size, with --max-length.")]
+Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Sizes that vary: batch and lengths, or only lengths.")]
+Batch = Annotated[int, typer.Option(min=1, help="The constant batch size, for --dynamic length.")]
+MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size that the files accept, for --max-length.")]
 MaxLength = Annotated[
-    int | None, typer.Option(min=1, help="Largest number of cached tokens, for which ExecuTorch plans memory.")
+    int | None, typer.Option(min=1, help="Largest number of tokens that the files accept; ExecuTorch requires it.")
 ]
 Proof = Annotated[
     Literal["auto", "full", "standard", "sample", "none"],
@@ -455,13 +457,13 @@ PerplexityRatio = Annotated[
 Activations = Annotated[
     Literal["auto", "float", "int8", "split", "token"],
     typer.Option(
-        help="With --quantize: precision of the activations. int8 is faster than float; so is split, which keeps "
-        "channels of large values in float; token (one scale per token) is fastest for encoders."
+        help="With --quantize: precision of the activations. int8 is faster than float. split is also faster, and "
+        "multiplies channels of large values separately. token (one scale per token) is fastest for encoders."
     ),
 ]
 Calibration = Annotated[
     pathlib.Path | None,
-    typer.Option(metavar="FILE", help="With --quantize: file with one prompt per line, used to measure the quality."),
+    typer.Option(metavar="FILE", help="With --quantize: file with one prompt per line, for calibration and checks."),
 ]
 Optimize = Annotated[
     Literal["onnxruntime"] | None,
@@ -469,15 +471,15 @@ Optimize = Annotated[
 ]
 Logits = Annotated[
     Literal["all", "last"],
-    typer.Option(help="Return the logits of all tokens, or only of the last token, which is enough to generate."),
+    typer.Option(help="Files return the logits of all tokens, or only of the last token, which is enough to generate."),
 ]
 Weights = Annotated[
     Literal["auto", "memory", "stream"],
-    typer.Option(help="Load all weights at once, or layer by layer to save memory; auto: by free memory."),
+    typer.Option(help="Load all weights at once (memory), or each layer when it runs (stream). auto: by free memory."),
 ]
 UnmatchedWeights = Annotated[
     Literal["refuse", "unused", "random"],
-    typer.Option(help="If weights do not match the model class: fail, drop extra ones, or also draw missing ones."),
+    typer.Option(help="If weights do not match the model: fail, ignore extra ones, or also make missing ones random."),
 ]
 TrustRemoteCode = Annotated[
     bool,
@@ -492,8 +494,8 @@ WordTimes = Annotated[
 Layout = Annotated[
     Literal["flat", "transformers.js", "genai"],
     typer.Option(
-        help="Names of the files. transformers.js: as that library expects (onnx/model_q4.onnx); genai: files that "
-        "onnxruntime-genai needs for Whisper and for models that read images."
+        help="Names of the files. transformers.js: names that this library expects (onnx/model_q4.onnx). genai: also "
+        "write the configuration that onnxruntime-genai needs for Whisper and for models that read images."
     ),
 ]
 Adapters = Annotated[
@@ -501,7 +503,7 @@ Adapters = Annotated[
     typer.Option(
         "--adapter",
         metavar="NAME=FOLDER",
-        help="LoRA adapter to include, which generate --adapter NAME selects; may be repeated.",
+        help="LoRA adapter to include; `yobx-flatten generate --adapter NAME` uses the adapter. May be repeated.",
     ),
 ]
 RoomForAdapters = Annotated[

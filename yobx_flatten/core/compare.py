@@ -58,7 +58,7 @@ class Comparison(NamedTuple):
 
 
 def compare(expected: object, found: object, kind: Kind) -> Comparison:
-    """Compare two values (tensors, arrays, numbers or text). ``kind`` chooses the measure and the tolerance."""
+    """Compare two values. ``kind``, such as ``"file"``, chooses how the difference is measured, and the tolerance."""
     allowed = tolerance(kind, *([expected.dtype] if isinstance(expected, torch.Tensor) else []))
     if kind == "file" or not (isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor)):
         try:
@@ -137,7 +137,7 @@ def shares_of_nan(expected: object, names: Sequence[str]) -> dict[str, float]:
 
 
 def share_of_nan(expected: object) -> float | None:
-    """Return the share of NaN elements, or 1.0 if all are NaN or infinite; ``None`` for text and for empty tensors."""
+    """Return the share of NaN elements of a tensor, or 1.0 if no element is finite; ``None`` without elements."""
     # comparisons do not detect NaN, which counts as equal to NaN
     if is_text(expected) or not is_data(expected):
         return None

@@ -160,7 +160,7 @@ REMEMBERING = type(functools.cache(len))
 
 
 def reader_of(kind: type) -> Reader | None:
-    """Return a function that computes a fingerprint of a tensor, array or random generator; else return ``None``."""
+    """Return the function that computes fingerprints of instances of a class, such as tensors; else return ``None``."""
     if issubclass(kind, torch.Tensor):
         return mark_of_tensor
     if issubclass(kind, torch.Generator):
@@ -190,7 +190,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 def mark_with_bits(tensor: torch.Tensor) -> object:
-    """Return a fingerprint of a tensor with a checksum of its bytes, because torch does not count every write."""
+    """Return a fingerprint that contains a checksum of a tensor's bytes, because torch does not count every write."""
 
     def read() -> object:
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -70,7 +70,7 @@ class Snapshot:
 
     @classmethod
     def of_attributes(cls, module: torch.nn.Module) -> Snapshot:
-        """Take a snapshot, with copies, of the attributes of all submodules, except parameters, buffers and code."""
+        """Copy the attributes of all submodules of a module, except parameters, buffers and code, into a snapshot."""
         walk = _AttributeWalk()
         for name, part in module.named_modules():
             walk._hold(name, vars(part), _OWN_ATTRIBUTES)

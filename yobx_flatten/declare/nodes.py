@@ -395,7 +395,7 @@ def mirror(
     namespace: str = "",
     f_check: Callable[[], Any] | None = None,
 ) -> bool:
-    """Copy the flatten functions that are registered for a class with one library to other libraries.
+    """Copy the flatten functions of a class from one library, with which the class is registered, to other libraries.
 
     Args:
         cls: a class that is registered with ``source``, such as a class of flax, equinox, chex or transformers.
@@ -441,7 +441,7 @@ def mirror(
         require(name, purpose="mirror")
     if source in targets or not targets:
         raise InvalidArgumentError(
-            f"mirror: expected a library in source=, and others in to=; found source={source!r} and to={targets!r}.\n"
+            f"mirror: to= must name libraries other than source=; found source={source!r} and to={targets!r}.\n"
             '    mirror(MyClass, source="jax", to=("torch",))'
         )
     start = f"mirror({cls.__qualname__}, source={source!r}, "

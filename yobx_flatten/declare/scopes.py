@@ -87,8 +87,8 @@ def register_class_flattening(
     if isinstance(f_flatten, FlattenFunctions):
         if f_unflatten is not None or f_flatten_with_keys is not None:
             raise InvalidRegistrationError(
-                f"register_class_flattening({cls.__qualname__}): FlattenFunctions already has all three functions. "
-                f"Leave the other arguments out:\n    register_class_flattening({cls.__qualname__}, functions)"
+                f"register_class_flattening({cls.__qualname__}): FlattenFunctions contains all functions. Omit "
+                f"f_unflatten and f_flatten_with_keys:\n    register_class_flattening({cls.__qualname__}, functions)"
             )
         f_flatten, f_flatten_with_keys, f_unflatten = f_flatten
     recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)  # type: ignore[arg-type] # refused
@@ -103,7 +103,7 @@ def register_class_flattening(
             with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also after Ctrl-C during the check
                 sample = f_check()
                 if sample is False:
-                    raise RoundTripError(f"f_check must return an instance of {cls.__qualname__}, but returned False.")
+                    raise RoundTripError(f"f_check returned False, but must return a {cls.__qualname__} to be tested.")
                 if sample is not None and sample is not True:
                     check_round_trip(recipe, sample)
         is_new = claim is not None
@@ -212,7 +212,7 @@ class Undo(dict[type, bool]):
 def register_cache_flattening(
     patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
 ) -> Undo:
-    """Register flattening functions for Hugging Face caches and outputs, until :func:`unregister_cache_flattening`.
+    """Register flattening functions for Hugging Face caches and outputs; undo with :func:`unregister_cache_flattening`.
 
     Registrations of cache classes by other libraries are replaced (see :data:`WRONG_REGISTRATIONS`). A class that you
     registered with :func:`register_class_flattening` keeps your functions.
@@ -310,7 +310,7 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
 def register_flattening_functions(
     patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
 ) -> Block:
-    """Return a ``with`` block in which ``torch.export`` accepts KV caches and outputs of Hugging Face models.
+    """Return a context manager, in which ``torch.export`` accepts KV caches and outputs of Hugging Face models.
 
     At the end of the block, also after an exception, all registrations and patched attributes are restored. ``with``
     blocks can be nested, and can be active in several threads at once.

@@ -253,7 +253,7 @@ class Report(abc.ABC):
 
     @abc.abstractmethod
     def nan_shares(self) -> Iterable[Mapping[str, float]]:
-        """Return for each test case which share of each output is NaN, see :func:`~.compare.shares_of_nan`."""
+        """Return, for each test case, the share of NaN elements in each output, by output name."""
 
     @abc.abstractmethod
     def __str__(self) -> str:

@@ -279,7 +279,7 @@ def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:
 
 
 def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError | None:
-    """Return an error with the path of the first leaf whose class torch's error message ``refusal`` contains."""
+    """Return an error that names the first leaf whose class occurs in torch's error message ``refusal``."""
     layouts = Layouts()
     for name, value in inputs.items():
         for path, leaf in torch_leaves(value, name):

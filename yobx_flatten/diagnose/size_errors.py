@@ -109,7 +109,7 @@ def _misfit(failure: Failure, found: re.Match[str]) -> Explanation | None:
 
 
 def fixed(pattern: str, text: str, line: str, *paths: str) -> Row:
-    """Return a table entry that explains errors whose message matches the regular expression ``pattern``."""
+    """Return an entry for the table of explained errors; the regular expression ``pattern`` matches the message."""
 
     def explain(failure: Failure, found: re.Match[str]) -> Explanation:
         shown, remedy, *places = (part.format(*found.groups()) for part in (text, line, *paths))

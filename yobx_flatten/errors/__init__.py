@@ -67,7 +67,7 @@ class VersionDependentError(Exception):
 
 
 def without_cause(error: BaseException) -> str:
-    """Return the text of an error without :func:`possible_cause`, to embed the text in another message."""
+    """Return the text of an error without the sentence of :func:`possible_cause`, to quote it in another message."""
     text, line = str(error), possible_cause()
     return text.removesuffix(f"\n{line}") if line and isinstance(error, VersionDependentError) else text
 
@@ -175,7 +175,7 @@ class ForeignFileError(StoredFileError):
 
 
 class UntrustedFileError(StoredFileError):
-    """Reading a file would run code that the file contains, and the caller did not state that the file is trusted."""
+    """Reading a file would run code that the file contains, and the caller did not pass ``trust=True``."""
 
 
 class FolderExistsError(FlattenError, FileExistsError):

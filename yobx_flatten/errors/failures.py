@@ -127,7 +127,7 @@ _WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verb
 
 @contextlib.contextmanager
 def verbosity(verbose: int) -> Iterator[None]:
-    """In a ``with`` block, show this thread's log messages: ``INFO`` for ``verbose=1``, also ``DEBUG`` for 2."""
+    """In a ``with`` block, show log messages of this thread; with ``verbose=2``, also messages of level ``DEBUG``."""
     level = sys.maxsize if not verbose else logging.INFO if verbose == 1 else logging.DEBUG
     before = _WANTED.set(min(level, _WANTED.get()))
     try:
@@ -137,7 +137,7 @@ def verbosity(verbose: int) -> Iterator[None]:
 
 
 def say(level: int, message: str, *args: object) -> None:
-    """Log a message; in a `verbosity` block, write the message to stderr if logging has no handlers."""
+    """Log a message; in a block of :func:`verbosity`, write it to stderr if logging has no handlers."""
     if _LOGGER.isEnabledFor(level):
         _LOGGER.log(level, message, *args, stacklevel=2)
     elif level >= _WANTED.get():
@@ -148,7 +148,7 @@ def say(level: int, message: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def without_records(unwanted: Mapping[str, str]) -> Iterator[None]:
-    """In a ``with`` block, hide log records whose message starts with the prefix in ``unwanted`` for their logger."""
+    """In a ``with`` block, hide log messages that start with a given prefix, one prefix for each logger name."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(unwanted[record.name])

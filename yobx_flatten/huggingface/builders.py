@@ -147,7 +147,7 @@ def _pairs(pairs: Pairs, fewest: int = 4) -> list[tuple[torch.Tensor, torch.Tens
     if given and isinstance(given[0], torch.Tensor):
         if len(given) % 2:
             raise CacheStructureError(
-                f"key_value_pairs is a flat list of {len(given)} tensors; give keys and values in turn, two per layer."
+                f"key_value_pairs is a flat list of {len(given)} tensors; each layer needs two: keys and values."
             )
         given = list(zip(given[::2], given[1::2], strict=True))
     for index, pair in enumerate(given):
@@ -203,7 +203,7 @@ def _with_room(tensor: torch.Tensor, room: int) -> torch.Tensor:
     if tensor.shape[-2] > room:
         raise CacheStructureError(
             f"make_static_cache: the keys hold {tensor.shape[-2]} tokens, but the layer has room for {room}. Pass "
-            "fewer tokens, or a larger max_cache_len (and window)."
+            "fewer tokens, or a larger max_cache_len (for a sliding layer, also a larger sliding window)."
         )
     padded = tensor.new_zeros((*tensor.shape[:-2], room, tensor.shape[-1]))
     padded[..., : tensor.shape[-2], :] = tensor

@@ -160,7 +160,7 @@ def installed_name() -> str:
 
 
 def word_in_files(name: str, value: object, word: str = CACHE) -> str:
-    """Return the name of a model's input or output in exported files, which is ``word`` for every KV cache.
+    """Return the name of a model's input or output in exported files; each KV cache gets the name ``word``.
 
     >>> word_in_files("cache_params", None), word_in_files("input_ids", 1)
     ('past_key_values', 'input_ids')
@@ -170,7 +170,7 @@ def word_in_files(name: str, value: object, word: str = CACHE) -> str:
 
 
 def spellings_of(path: str) -> list[str]:
-    """Return a KV cache tensor's path under each known name of the cache; an empty list for any other path.
+    """Return the path of a KV cache tensor for each name that a KV cache can have; an empty list for other tensors.
 
     >>> spellings_of("cache_params.key_0"), spellings_of("input_ids")
     (['cache.key_0', 'past_key_values.key_0', 'cache_params.key_0'], [])

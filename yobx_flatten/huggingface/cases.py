@@ -26,7 +26,7 @@ _LONGEST = 1024
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSizes:
-    """Sizes of one call of a decoder: batch, cached tokens, new tokens, padding, encoder tokens.
+    """Sizes of one call of a decoder: batch size, and numbers of cached, new, padding and encoder tokens.
 
     Attributes:
         batch: batch size; 2 by default.
@@ -87,7 +87,7 @@ def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any], cache
 
 
 def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
-    """Return a warning if a model's results vary because ``token_type_ids`` is missing, else ``None``."""
+    """Return a warning if results can differ between calls because ``token_type_ids`` is missing, else ``None``."""
     # The attention of PaliGemma (`use_bidirectional_attention`) is causal only by a mask, which is made from token
     # types. Without token types transformers drops a mask that looks like SDPA's own causal mask, and the layers then
     # see later tokens. With `attn_implementation="eager"`, with padding, or in a trace transformers keeps the mask.

@@ -26,7 +26,7 @@ _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 
 def counts_by_itself(cache: TransformersCache) -> bool:
-    """Return whether a ``DynamicCache`` has only filled sliding layers, so that its leaves include a token counter."""
+    """Return whether all layers of a ``DynamicCache`` are filled sliding layers; then a leaf counts the tokens."""
     layers: Any = getattr(cache, "layers", None)
     return (
         type(cache).__name__ == "DynamicCache"
@@ -85,7 +85,7 @@ class SlidingDecoder(Continued):
 
     @property
     def kept(self) -> dict[str, int]:
-        """The capacity of each cache input in tokens: the size of the sliding window minus one new token."""
+        """The largest number of tokens in each cache input, by name: the size of the sliding window minus 1."""
         return {
             f"{CACHE}.{layer}.{leaf}": window["sliding_window"] - 1
             for layer, window in enumerate(self.windows)
@@ -163,7 +163,7 @@ def has_states_alone(model: TransformersModel) -> bool:
 
 
 class StateDecoder(torch.nn.Module):
-    """Wraps a recurrent model such as Mamba, so that its mask covers all tokens instead of the new tokens."""
+    """Wraps a recurrent model such as Mamba, so that its mask covers all tokens, not only the new tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def subclasses_of(cls: Any) -> Iterator[type]:
 
 
 class ModelClasses:
-    """A cached list of classes in imported ``transformers.models`` modules for which a function returns true."""
+    """A cached list of those classes in imported ``transformers.models`` modules for which a function returns true."""
 
     def __init__(self, fits: Callable[[Any], bool]) -> None:
         self._fits = fits

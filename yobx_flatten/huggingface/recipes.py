@@ -241,7 +241,7 @@ _AXES: dict[str, dict[int, str]] = {
 
 
 def axes_of_leaf(name: str) -> dict[int, str] | None:
-    """Return the dynamic axes of the cache tensor with a leaf name; ``None`` for an unknown leaf name.
+    """Return the dynamic axes of the cache tensor with the given leaf name; ``None`` for an unknown name.
 
     >>> axes_of_leaf("key_W8_1"), axes_of_leaf("value_S16_0"), axes_of_leaf("length")
     ({0: 'batch', 2: 'length'}, {0: 'batch'}, {})
@@ -320,7 +320,7 @@ _WITHOUT = re.compile(r"(.+)_([WSX])_(\d+)")
 
 
 def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
-    """Add the layer sizes to leaf names of a cache that the package yobx wrote without sizes.
+    """Add sizes in tokens, such as the 5 of ``key_W5_0``, to leaf names that the package yobx wrote without sizes.
 
     >>> with_sizes([torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)], ["key_W_0", "value_W_0"])
     ['key_W5_0', 'value_W5_0']
@@ -474,7 +474,7 @@ replaces these registrations, and restores them on exit."""
 
 
 def transformers_recipes() -> dict[type, Recipe | None]:
-    """Return the flatten functions of cache and output classes; ``None`` for a class with a correct registration."""
+    """Return the flatten functions of each cache and output class; ``None`` if the class needs no new registration."""
     import transformers.cache_utils as cache_utils
 
     of_dynamic = flatten_dynamic_cache, unflatten_dynamic_cache, flatten_with_keys_dynamic_cache

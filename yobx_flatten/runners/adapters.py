@@ -40,8 +40,8 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
             layers = dict.fromkeys(room.rpartition(".")[0].rpartition(".")[2] for room in rooms)
             room = f"they accept adapters in {', '.join(layers)}" if layers else "they accept no adapters"
             raise DamagedFileError(
-                f"{where} holds {name}, but the files have no such input: {room}. Export the model again with this "
-                "adapter: export_folder(..., adapters={...}) (--adapter NAME=FOLDER)"
+                f"{where} holds {name}, but the exported files have no such input: {room}. Export the model again "
+                "with this adapter: export_folder(..., adapters={...}) (--adapter NAME=FOLDER)"
             )
         if matrix.dtype != port.dtype:
             raise DamagedFileError(f"{where}: {name} has the dtype {matrix.dtype}, but the files take {port.dtype}.")
@@ -49,8 +49,8 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
         if matrix.ndim != 2 or any(size not in (None, given) for given, size in sizes):
             wanted = ", ".join("rank" if size is None else str(size) for size in port.shape)
             raise DamagedFileError(
-                f"{where}: {name} has shape {tuple(matrix.shape)}, and the files take ({wanted}): the adapter is "
-                "for a different model."
+                f"{where}: {name} has shape {tuple(matrix.shape)}, and the exported files take ({wanted}): the "
+                "adapter is for a different model."
             )
     for name, matrix in found.items():
         room, _, which = name.rpartition(".")
@@ -136,7 +136,7 @@ class Adapter:
 
 @contextlib.contextmanager
 def leave_room(model: torch.nn.Module, sizes: Mapping[str, tuple[int, int]]) -> Iterator[None]:
-    """In a ``with`` block, make the projections in ``sizes`` add the product of their input and two LoRA matrices."""
+    """In a ``with`` block, each projection in ``sizes`` adds the product of its input and two LoRA matrices."""
     # sizes: numbers of input and output features of each projection, by its name in the model
     generator = torch.Generator().manual_seed(0)
     changed: list[torch.nn.Module] = []

@@ -67,7 +67,7 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
             names = [n for n in archive.namelist() if _INSIDE in n and n.endswith(".wrapper_metadata.json")]
             if broken is not None or not names or archive.getinfo(names[0]).file_size > 2**20:
                 what = broken or "its metadata"
-                raise DamagedFileError(f"{path} is damaged: {what}. Copy the file again, or export again.")
+                raise DamagedFileError(f"{path} is damaged: {what}. Copy the file again, or export the model again.")
             metadata = parse_document(archive.read(names[0]), dict[str, Any], str(path), failure=DamagedFileError)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         if isinstance(error, DamagedFileError):
@@ -87,7 +87,7 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
     ]
     for what, made, here in compiled_for:
         if made != here:
-            raise ForeignFileError(f"{path} was compiled for {what} {made}, but found {here}. Export again here.")
+            raise ForeignFileError(f"{path} was compiled for {what} {made}, not for {here}. Export again here.")
     if not trust:
         raise UntrustedFileError(
             f"{path} holds machine code, which runs as soon as it is loaded. Pass trust=True (--trust) if you made the "

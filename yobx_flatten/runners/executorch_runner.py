@@ -53,7 +53,7 @@ class Rows:
 
 
 def room_for(total: int) -> int:
-    """Return the capacity, in tokens, of a KV cache buffer for ``total`` tokens and some later tokens."""
+    """Return the capacity of a KV cache buffer in tokens: ``total``, and a reserve of at least 32 tokens."""
     # a call attends over the whole capacity, with a mask; a full buffer is copied to a larger buffer
     return total + max(32, total // 32)
 
@@ -132,7 +132,7 @@ def require_executorch(caller: str) -> None:
 def open_pte(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> ExecuTorchRunner:
-    """Open an ExecuTorch file; callers need not trust the file, as it contains no code and ExecuTorch checks it."""
+    """Open an ExecuTorch file. The file may be untrusted: it contains no code, and ExecuTorch checks it."""
     # failure: class of the error if the file is missing
     # threads: number of threads of all files in the process; `None` for the present number
     require_executorch(caller)

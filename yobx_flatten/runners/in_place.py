@@ -205,7 +205,7 @@ class CheckedRunner:
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         tensors = self.signature.bind(inputs, ReplayError, self.name)
-        failed = f"{self.runtime} fails on the inputs of the case"
+        failed = f"{self.runtime} fails on these inputs"
         with raised_as(lambda e: ReplayError(f"{failed}: {self._reason(e)}")):  # libraries raise errors of any class
             if not self.in_place:
                 return dict(zip(self.outputs, self._call(tensors), strict=True))

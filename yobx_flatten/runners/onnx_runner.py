@@ -81,7 +81,7 @@ class OnnxRunner:
             shapes = {name: tuple(getattr(inputs[name], "shape", ())) for name in self.ports}
             self._signature.check_sizes(shapes, ReplayError, self.name)
         # onnxruntime has no base class for its errors
-        with raised_as(lambda e: ReplayError(f"onnxruntime fails on the inputs of the case: {first_line(e)}")):
+        with raised_as(lambda e: ReplayError(f"onnxruntime fails on these inputs: {first_line(e)}")):
             if self._has_text:
                 # an OrtValue cannot contain text; `run` takes arrays and OrtValues and returns arrays
                 found = dict(zip(self.outputs, self._session.run(self.outputs, values), strict=True))

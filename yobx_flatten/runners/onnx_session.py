@@ -43,7 +43,7 @@ _SPINS = contextvars.ContextVar("_SPINS", default=True)  # whether threads of a 
 
 @contextlib.contextmanager
 def without_spinning() -> Iterator[None]:
-    """In a ``with`` block, open onnxruntime sessions whose threads sleep, rather than spin, while they wait."""
+    """In a ``with`` block, threads of new onnxruntime sessions sleep while they wait, and do not spin."""
     token = _SPINS.set(False)
     try:
         yield

@@ -84,7 +84,7 @@ def read_model(path: pathlib.Path) -> Any:
 def open_openvino(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> OpenVINORunner:
-    """Open an OpenVINO or ONNX file in OpenVINO; the caller need not trust the file, since it contains no code."""
+    """Open an OpenVINO or ONNX file in OpenVINO. The file may be untrusted, since it contains no code."""
     # failure: class of the error if the file is missing, or OpenVINO cannot compile the file
     # threads: number of threads that one operator can use; `None` for OpenVINO's own choice
     require("openvino", purpose=caller, extra="openvino")

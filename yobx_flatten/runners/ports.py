@@ -79,7 +79,7 @@ def check_cache_outputs(
 
 
 def cache_slots(ports: Iterable[Port], outputs: Collection[str]) -> list[CacheSlot]:
-    """Return the inputs that are KV cache tensors, each with the output that becomes this input in the next call.
+    """Return the inputs that are KV cache tensors, each with the output to pass as this input in the next call.
 
     >>> counter = Port("past_key_values.length", (), torch.int64)
     >>> cache_slots([Port("input_ids", (None, None), torch.int64), counter], ["logits", "present.length"])
@@ -129,7 +129,7 @@ def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
 
 
 class Runner(Protocol):
-    """The interface of an exported file that is open in a runtime, which comparisons and generation loops call."""
+    """The methods of an exported file that is open in a runtime, which comparisons and generation loops call."""
 
     # run    {input_ids, past_key_values.0.key, ...} ──> {logits, present.0.key, ...}      tensors
     # step   {input_ids, ...}, cache ──> {logits, ...}, cache for the next step            memory of the library
@@ -280,7 +280,7 @@ def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         if leaf.dtype != kind.dtype:
             found = str(leaf.dtype).removeprefix("torch.")
-            raise ReplayError(f"The model takes {name} as {kind.name}, but its value is of {found}.")
+            raise ReplayError(f"Input {name} must be {kind.name}, found {found}.")
         plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if kind.code is None:
             return OrtValue.ortvalue_from_numpy(plain.numpy())
@@ -294,7 +294,7 @@ def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
     elif leaf.dtype.name == kind.name or (text and is_text(leaf)):
         array = leaf.astype(object) if text else leaf
     else:
-        raise ReplayError(f"The model takes {name} as {kind.name}, but its value is of {leaf.dtype.name}.")
+        raise ReplayError(f"Input {name} must be {kind.name}, found {leaf.dtype.name}.")
     return array if text else OrtValue.ortvalue_from_numpy(array)  # an OrtValue cannot contain text
 
 

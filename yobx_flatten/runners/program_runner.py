@@ -108,7 +108,7 @@ class ProgramRunner:
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         # a guard or an operator can raise any error
-        with raised_as(lambda e: ReplayError(f"torch.export fails on the inputs of the case: {first_line(e)}")):
+        with raised_as(lambda e: ReplayError(f"torch.export fails on these inputs: {first_line(e)}")):
             return self._call({name: inputs[name] for name in self.ports})
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Signature:
         where: str,
         held: Mapping[str, tuple[int, ...]] | None = None,
     ) -> list[torch.Tensor]:
-        """Check dtypes and sizes of given inputs; return contiguous tensors in the order of the file's inputs."""
+        """Check dtypes and sizes of inputs, and return the inputs as contiguous tensors, in the order of the file."""
         # held: shapes of inputs in the library's own memory, which the result does not contain
         held = held or {}
         taken = [(name, dtype) for name, dtype, _ in self.inputs if name not in held]
@@ -132,7 +132,7 @@ class Signature:
         found = parse_document(text, dict[str, Any], f"The signature in {where}", failure=DamagedFileError)
         try:
             if found["format"] > _FORMAT:
-                raise ForeignFileError(f"{where} is of a newer version:\n    pip install --upgrade yobx-flatten")
+                raise ForeignFileError(f"{where} is for a newer yobx-flatten:\n    pip install --upgrade yobx-flatten")
             inputs = []
             for name, dtype, sizes in found["inputs"]:
                 kind = getattr(torch, dtype)
@@ -150,7 +150,7 @@ class Signature:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, ForeignFileError):
                 raise
-            raise DamagedFileError(f"{where} is damaged: its signature is wrong ({type(error).__name__}).") from None
+            raise DamagedFileError(f"{where} is damaged: its input list is wrong ({type(error).__name__}).") from None
 
 
 def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenError], where: str) -> torch.Tensor:
@@ -171,7 +171,7 @@ def _alone(size: Size) -> str | None:
 
 
 def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
-    """Return, for the name of each dynamic size, the name of an input and the index of an axis with this size."""
+    """Return, by name of each dynamic size, where the size is found: the name of an input, and the index of an axis."""
     found: dict[str, tuple[str, int]] = {}
     for name, _, sizes in signature.inputs:
         for axis, size in enumerate(sizes):
@@ -233,7 +233,7 @@ def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
 
 
 def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
-    """Return a lower bound of the size ``name``, computed from equations; every other size is assumed to be >= 2.
+    """Return a lower bound of the size ``name``, computed from equations, if every other size is at least 2.
 
     >>> bound_by_sums("total", [("==", ("+", "past", "new"), "total"), ("<=", 9, "total")])
     4

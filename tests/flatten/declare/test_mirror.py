@@ -319,8 +319,8 @@ def test_a_class_of_optree_is_a_node_of_torch_and_jax(mirrored, kind, entries, s
     [
         ({"source": "numpy"}, InvalidArgumentError, "libraries 'torch', 'jax', 'optree', found the str 'numpy'"),
         ({"source": "jax", "to": "tensorflow"}, InvalidArgumentError, "found the str 'tensorflow'"),
-        ({"source": "jax", "to": "jax"}, InvalidArgumentError, "expected a library in source=, and others in to="),
-        ({"source": "jax", "to": ()}, InvalidArgumentError, "expected a library in source=, and others in to="),
+        ({"source": "jax", "to": "jax"}, InvalidArgumentError, "to= must name libraries other than source="),
+        ({"source": "jax", "to": ()}, InvalidArgumentError, "to= must name libraries other than source="),
         ({"source": "jax"}, NotRegisteredError, "Step is not registered with JAX.*\n    register"),
         ({"source": "torch", "to": "jax"}, NotRegisteredError, "Step is not registered with torch"),
         ({"source": "optree", "namespace": "x"}, NotRegisteredError, r"not registered with optree \(namespace 'x'\)"),

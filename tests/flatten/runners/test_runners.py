@@ -80,7 +80,7 @@ OTHERS = {
     ),
     "of a newer version": (
         {KEY: IDS.to_json().replace('"format": 1', '"format": 9')},
-        "(?s)is of a newer version:.*pip install --upgrade yobx-flatten",
+        "(?s)is for a newer yobx-flatten:.*pip install --upgrade yobx-flatten",
     ),
 }
 
@@ -264,7 +264,7 @@ def test_what_a_file_refuses_is_an_error_of_ours_and_one_that_cannot_be_opened_i
     runner = open_runner(folder / f"model{suffix}", trust=True)
     slots = {slot.port.name for slot in runner.slots}
     wrong = {**named, "input_ids": torch.full((3, 1), 1000)}
-    with pytest.raises(ReplayError, match="fails on the inputs of the case"):
+    with pytest.raises(ReplayError, match="fails on these inputs"):
         runner.run(wrong)
     feeds = {name: value for name, value in wrong.items() if name not in slots}
     with pytest.raises(GenerationError, match=f"model{suffix} stopped"):
@@ -282,7 +282,7 @@ def test_an_array_of_another_type_is_refused(tmp_path):
     export_onnx(model, (), {"input": torch.ones(2, 3)}, tmp_path / "m.onnx", cases=[])
     runner = open_runner(tmp_path / "m.onnx")
     x = numpy.arange(6.0).reshape(2, 3)
-    with pytest.raises(ReplayError, match="takes input as float32, but its value is of float64"):
+    with pytest.raises(ReplayError, match="Input input must be float32, found float64"):
         runner.run({"input": x})
     (found,) = runner.run({"input": x.astype(numpy.float32)}).values()
     torch.testing.assert_close(torch.as_tensor(found), model(torch.as_tensor(x).float()))

@@ -101,8 +101,8 @@ def test_numpy_arrays_none_and_inputs_that_are_not_taken(adder):
     ("inputs", "said"),
     [
         ({"x": ONES}, r"takes y, which the case does not have. The case has x; the model takes x, y"),
-        ({"x": ONES, "y": ONES.double()}, "The model takes y as float32, but its value is of float64"),
-        ({"x": torch.ones(3, 1), "y": ONES}, r"onnxruntime fails on the inputs of the case: .*x"),
+        ({"x": ONES, "y": ONES.double()}, "Input y must be float32, found float64"),
+        ({"x": torch.ones(3, 1), "y": ONES}, r"onnxruntime fails on these inputs: .*x"),
     ],
 )
 def test_inputs_that_the_model_does_not_take_are_named(adder, inputs, said):

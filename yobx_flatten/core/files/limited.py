@@ -63,7 +63,7 @@ class Limited(Generic[P, T]):
             if answer is None:
                 self._child = None
         if answer is None:
-            raise LimitError(f"the call needed over {_CPU_SECONDS} CPU seconds, or over {_MEMORY / 1e9:.1f} GB")
+            raise LimitError(f"the call needed over {_CPU_SECONDS} CPU seconds or {_MEMORY / 1e9:.1f} GB of memory")
         is_result, found = answer
         if not is_result:
             raise found
@@ -137,9 +137,9 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
             try:
                 answer = pickle.dumps((True, function(*args, **kwargs)))
                 if len(answer) > _MOST:
-                    raise LimitError(f"it returned {len(answer) / 1e6:.0f} MB, and the limit is {_MOST / 1e6:.0f} MB")
+                    raise LimitError(f"the call returned {len(answer) / 1e6:.0f} MB; the limit is {_MOST / 1e6:.0f} MB")
             except MemoryError:
-                answer = pickle.dumps((False, LimitError(f"it needs more than {_MEMORY / 1e9:.1f} GB of memory")))
+                answer = pickle.dumps((False, LimitError(f"the call needs more than {_MEMORY / 1e9:.1f} GB of memory")))
             except Exception as error:  # it is raised in the caller
                 found: Exception | None = None
                 with contextlib.suppress(Exception):

@@ -192,7 +192,7 @@ def move_in(new: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def settle(target: pathlib.Path) -> None:
-    """Complete or remove the hidden files of killed processes; skip files that a running process writes."""
+    """Finish or undo writes of ``target`` by processes that were killed; skip writes of running processes."""
     for left in _left_of(target):
         try:
             lock = _lock_of(left)

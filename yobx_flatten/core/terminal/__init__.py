@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 def handled(
     number: int, handler: Callable[..., object], instead_of: Callable[..., object] | signal.Handlers
 ) -> Iterator[None]:
-    """In a ``with`` block, replace the signal handler ``instead_of`` by ``handler``; keep any other signal handler."""
+    """In a ``with`` block, handle a signal with ``handler`` if the handler was ``instead_of``; else change nothing."""
     # only the main thread receives signals
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(number) is not instead_of:

@@ -277,7 +277,7 @@ class _LastingStream:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """In a ``with`` block, a closed pipe or a character that the encoding lacks does not cause an error in printing."""
+    """In a ``with`` block, printing raises no error if the pipe is closed or the encoding lacks a character."""
     with contextlib.ExitStack() as stack:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -376,7 +376,7 @@ def meant_option(typed: str, known: Iterable[str]) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised when the process receives SIGTERM; the message lists files that were already written."""
+    """Raised when the process receives SIGTERM; a command may raise it again with the names of complete files."""
 
 
 def terminable() -> contextlib.AbstractContextManager[None]:

@@ -218,4 +218,4 @@ def _check(entry: object, depth: int, counter: Iterator[int]) -> None:
 
 
 def _refused(reason: str) -> CacheStructureError:
-    return CacheStructureError(f"The description of a layer in the names of a cache is invalid: {reason}.")
+    return CacheStructureError(f"The leaf names of a cache contain an invalid description of a layer: {reason}.")

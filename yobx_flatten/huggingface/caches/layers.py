@@ -82,13 +82,13 @@ class LayerKind:
 
     @property
     def counter(self) -> str | None:
-        """The attribute in which a sliding layer counts the tokens that it has seen; ``None`` for other layers."""
+        """The name of the attribute in which a sliding layer counts its tokens; ``None`` for other layers."""
         if self.letter == "X" and self.has_position:
             return "cumulative_length_int"
         return "cumulative_length" if self.letter in "WX" else None
 
     def code(self, layer: CacheLayer) -> str:
-        """Return the code of a layer in leaf names, made of its letter and fixed settings, such as ``W8``."""
+        """Return the code that describes a layer's class and settings in leaf names, such as ``W8``."""
         if self.letter == "D":
             return "D"
         if self.letter == "W":
@@ -97,7 +97,7 @@ class LayerKind:
         return f"{self.letter}{layer.max_cache_len}{'c' if getattr(layer, '_is_croppable', False) else ''}"
 
     def knows(self, layer: CacheLayer) -> bool:
-        """Return whether all attributes of a cache layer are known for its class, so that the layer can be rebuilt."""
+        """Return whether a cache layer has only attributes that its class sets in tested versions of transformers."""
         # otherwise a user or an untested version of transformers added one, and all attributes are stored
         known = {"keys", "values", "dtype", "device", "is_initialized", "sliding_window", "record_past"}
         known |= {"max_cache_len", "cumulative_length", "cumulative_length_int", "_is_croppable", *self.derived}
@@ -156,14 +156,14 @@ class LayerKind:
 
 
 def remember(held: dict[str, Any]) -> None:
-    """Store the attribute ``_sliding_window_tensor`` of a flattened layer, for layers that are rebuilt later."""
+    """Keep the tensor ``_sliding_window_tensor`` of a flattened layer, and use it in layers that are rebuilt later."""
     tensor = held.get("_sliding_window_tensor")
     if type(tensor) is torch.Tensor:
         _WINDOW_TENSORS.setdefault(held["sliding_window"], {}).setdefault(tensor.device, tensor)
 
 
 def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return the attribute ``_sliding_window_tensor`` for a rebuilt layer: the window size as a tensor, or ``None``."""
+    """Return the window size as a tensor, for the attribute ``_sliding_window_tensor`` of a layer; or ``None``."""
     # no tensor is made for classes without one, and in a trace, where a new tensor would become a constant
     tensors = _WINDOW_TENSORS.setdefault(window, {})
     may_be_traced = torch.compiler.is_compiling() or is_jit_tracing()
@@ -206,7 +206,7 @@ def kind_of(cls: Any) -> LayerKind | None:
 
 
 def code_of(layer: CacheLayer) -> str:
-    """Return the code of a cache layer's class and settings in leaf names, such as ``W8`` for a sliding window of 8."""
+    """Return the code that describes a layer in leaf names, such as ``W8`` for a sliding window of 8 tokens."""
     cls = type(layer)
     kind = kind_of(cls)
     if kind is not None:
@@ -221,7 +221,7 @@ _CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})(
 
 
 def letter_of(code: str) -> str:
-    """Return the letters of a cache layer's code in leaf names; an empty string if the code is the name of a class.
+    """Return the letters of a cache layer's code, which leaf names contain; ``""`` if the code is a class name.
 
     >>> letter_of("W8"), letter_of("LX16"), letter_of("SummedLayer")
     ('W', 'LX', '')

@@ -81,7 +81,7 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
     plan = rebuild_plan(names)
     if len(values) != plan.leaf_count:
         raise SpecMismatchError(
-            f"A cache with the leaves {names} was given {len(values)} values instead of {plan.leaf_count}."
+            f"A KV cache with the leaves {names} was given {len(values)} values instead of {plan.leaf_count}."
         )
     length: Any = 0
     if plan.counts_itself:
@@ -249,7 +249,7 @@ def is_leaf_name(name: str) -> bool:
 def rebuild_by_attributes(
     cls: type, builder: StateBuilder, leaves: Iterator[Any], length: Length, new: Callable[[type], Any] = object.__new__
 ) -> CacheLayer:
-    """Rebuild a cache layer, or a cache without layers, from leaves and the template of its attributes."""
+    """Rebuild a cache layer, or a cache that has no layers, from its leaves and a template of its attributes."""
     obj = new(cls)
     held, used, real = builder.build(leaves, length)
     obj.__dict__.update(held)

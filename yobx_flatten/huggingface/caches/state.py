@@ -174,7 +174,7 @@ def _parts(entry: list[Any]) -> Iterable[tuple[Any, list[Any]]]:
 
 
 def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
-    """Return the leaves from which an object was rebuilt. These leaves may be torch's placeholders for tensors."""
+    """Return the leaves of an object that was rebuilt from a template. Leaves may be placeholders of torch."""
     leaves: list[Any] = []
 
     def walk(entry: list[Any], value: Any) -> None:
@@ -210,7 +210,7 @@ class StateBuilder:
                 self._made.append((name, _maker(entry, counter)))
 
     def build(self, leaves: Iterator[Any], length: Length) -> tuple[dict[str, Any], list[Any], bool]:
-        """Return an object's attributes, the leaves they are rebuilt from, and whether no leaf is a placeholder."""
+        """Return an object's attributes, the leaves used for them, and whether these leaves are not placeholders."""
         used = list(itertools.islice(leaves, len(self.leaf_types)))
         held = self._plain.copy()
         for name, index in self._leaves:
@@ -274,7 +274,7 @@ def layer_class(name: object) -> type:
     of_library = found is not None and found.__module__ == cache_utils.__name__ and found.__name__.endswith("Layer")
     if found is None or not (of_library or issubclass(found, bases)):
         raise CacheStructureError(
-            f"The names of a cache contain {name!r}, which is not a known class of cache layers. "
+            f"The leaf names of a cache contain {name!r}, which is not a known class of cache layers. "
             f"If {name!r} is a class of cache layers, import its module first."
         )
     return found
@@ -285,7 +285,7 @@ def part_class(name: object) -> type:
     module, _, qualified = str(name).partition(":")
     if found is None or not _names_a_part(module, qualified):
         raise CacheStructureError(
-            f"The stored cache contains {name!r}, but only cache classes in transformers and Quanto are rebuilt."
+            f"The stored cache contains {name!r}, but only cache classes in transformers and Quanto can be rebuilt."
         )
     return found
 

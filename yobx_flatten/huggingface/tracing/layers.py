@@ -41,7 +41,7 @@ _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
-    """Decorate a function that returns a replacement: the replacement gets the signature of the original function."""
+    """Decorate a function that makes the replacement of a function: the replacement gets the original signature."""
     # make: returns a version for an original, or the original if a release of transformers needs no replacement
 
     @functools.wraps(make)
@@ -62,8 +62,8 @@ def replacement(make: Make) -> Make:
         if name not in _warned:  # once per process for each function
             _warned.add(name)
             warnings.warn(
-                f"{name} is traced without its replacement, which does not fit the function: {reason}. If the exported "
-                "model then fails its checks, install the newest tested transformers:\n"
+                f"a trace usually replaces {name}, but the replacement does not fit and is not used: {reason}. If "
+                "the exported model then fails its checks, install the newest tested transformers:\n"
                 f"    pip install transformers=={NEWEST_TRIED['transformers']}",
                 ReplacedFunctionWarning,
                 stacklevel=1,
@@ -78,7 +78,7 @@ def always(version: Function) -> Make:
 
 
 def traceable(version: Function) -> Make:
-    """Return a function that takes an original function, and returns ``version`` with the signature of the original."""
+    """Return a function that receives a function, and returns ``version`` with the signature of that function."""
     return replacement(always(version))
 
 

@@ -268,7 +268,7 @@ class UncopyableError(Exception):
         (re.fullmatch, ["([a-z]+)+!", "a" * 60], "CPU seconds"),
         (lambda: [None for _ in iter(int, 1)], [], "CPU seconds|of memory"),
         (lambda: format(1, "9999999999d"), [], "of memory"),
-        (lambda: "x" * 10**8, [], "it returned 100 MB"),
+        (lambda: "x" * 10**8, [], "the call returned 100 MB"),
         (lambda: os._exit(0), [], "CPU seconds"),
     ],
     ids=["a pattern", "a list without an end", "a wide number", "a long text", "an end"],

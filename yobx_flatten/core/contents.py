@@ -81,7 +81,7 @@ class Layout(NamedTuple):
         return found
 
     def children(self, obj: object) -> list[tuple[str, Any]]:
-        """Return the attributes and items of an instance as pairs: Python code that reads the value, and the value."""
+        """Return each attribute and item of an instance, together with Python code that reads it, such as ``.x``."""
         found = [
             (f".{name}" if type(name) is str and name.isidentifier() else f".__dict__[{format_key(name)}]", value)
             for name, value in self.names(obj)

@@ -163,11 +163,11 @@ class RecordError(VersionDependentError, FlattenError, ValueError):
 
 
 class StoredFileError(FlattenError, ValueError):
-    """The nested values in a file cannot be read."""
+    """A file, such as an exported model or stored inputs, cannot be read."""
 
 
 class DamagedFileError(StoredFileError):
-    """A file of nested values is truncated, or its contents are inconsistent."""
+    """A file is truncated, or its contents are inconsistent."""
 
 
 class ForeignFileError(StoredFileError):
@@ -183,7 +183,7 @@ class FolderExistsError(FlattenError, FileExistsError):
 
 
 class GenerationError(VersionDependentError, FlattenError, RuntimeError):
-    """An exported file cannot generate text: the file is missing, has other inputs or outputs, or fails when run."""
+    """An exported file cannot generate text: the file is missing, has unexpected inputs or outputs, or fails."""
 
 
 class NoRoomError(FlattenError, OSError):

@@ -180,7 +180,7 @@ def spellings_of(path: str) -> list[str]:
 
 
 def after_cache(name: str) -> str | None:
-    """Return what follows the name of the KV cache in an input's name; ``None`` if the input is not in a KV cache.
+    """Return the part of an input's name after the KV cache's name; ``None`` if the input is not in a KV cache.
 
     >>> after_cache("past_key_values.0.key"), after_cache("cache_params.0.state"), after_cache("input_ids")
     ('.0.key', '.0.state', None)

@@ -90,14 +90,14 @@ class OnnxRunner:
             return {name: from_value(value) for name, value in found.items()}
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether inputs combine cached tokens, several rows and several new tokens, which the file refuses."""
+        """Return whether the file refuses inputs, since they combine a cache, several rows and several new tokens."""
         if not self.shared:
             return False
         tokens = _tokens(inputs)
         return bool(min(tokens.shape[:2]) > 1 and inputs["attention_mask"].shape[1] > tokens.shape[1])
 
     def run_in_parts(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the file row by row, or token by token if the file fixes the batch size, and join the outputs."""
+        """Run the file once per row of the batch, or once per token if the batch size is fixed; join the outputs."""
         given = {name: inputs[name] for name in self.ports}
         if all(port.shape[0] is None for port in self.ports.values() if port.shape):
             rows = [self.run(feeds) for feeds in row_by_row(given)]

@@ -151,7 +151,7 @@ def test_placeholders_of_fewer_dimensions_come_apart_and_together(shape, cls):
 
 
 NO_PAIRS = [
-    ([torch.zeros(1, 2, 3, 4)] * 3, r"flat list of 3 tensors; give keys and values in turn"),
+    ([torch.zeros(1, 2, 3, 4)] * 3, r"flat list of 3 tensors; each layer needs two"),
     ([(torch.zeros(1, 2, 3, 4),)], r"key_value_pairs\[0\] must be a pair .* found \[\(1, 2, 3, 4\)\]"),
     ([(torch.zeros(1, 2, 3, 4),) * 2, (torch.zeros(3),) * 2], r"key_value_pairs\[1\] .* \[\(3,\), \(3,\)\]"),
     ([(torch.zeros(1, 2, 3, 4), None)], r"key_value_pairs\[0\] .*None"),

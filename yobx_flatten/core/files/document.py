@@ -199,7 +199,7 @@ def read_tensors(path: pathlib.Path, *, failure: type[Exception]) -> dict[str, t
 def write_tensor_file(
     path: pathlib.Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors that share no memory to a safetensors file; raise an OSError if the write fails."""
+    """Write tensors, which must not share memory, to a safetensors file; raise an OSError if the write fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -47,7 +47,7 @@ def limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class Limited(Generic[P, T]):
-    """A function that runs in a forked process with limits on time and memory; the caller gets results and errors."""
+    """A function that runs in a forked process with limits on time and memory, and whose errors the caller gets."""
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._function, self._lock = function, threading.Lock()

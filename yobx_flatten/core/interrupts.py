@@ -65,7 +65,7 @@ class DeferredSignals:
 
 
 class Undoing:
-    """Context manager that calls an undo function on exit; signal handlers run only after the undo function.
+    """Context manager that calls an undo function on exit; signal handlers wait for the undo function.
 
     Use the same object in two nested ``with`` blocks: if Ctrl-C interrupts ``__exit__`` of the inner block before the
     undo function is called, ``__exit__`` of the outer block calls the undo function.

@@ -310,7 +310,7 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
 def register_flattening_functions(
     patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
 ) -> Block:
-    """Return a context manager, in which ``torch.export`` accepts KV caches and outputs of Hugging Face models.
+    """Return a context manager in whose block ``torch.export`` accepts KV caches and outputs of Hugging Face models.
 
     At the end of the block, also after an exception, all registrations and patched attributes are restored. ``with``
     blocks can be nested, and can be active in several threads at once.

@@ -183,7 +183,7 @@ class FolderExistsError(FlattenError, FileExistsError):
 
 
 class GenerationError(VersionDependentError, FlattenError, RuntimeError):
-    """An exported file cannot generate text: the file is missing, has unexpected inputs or outputs, or fails."""
+    """An exported file cannot generate text: it is missing, has unexpected inputs or outputs, or fails when run."""
 
 
 class NoRoomError(FlattenError, OSError):

@@ -47,7 +47,7 @@ def limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class Limited(Generic[P, T]):
-    """A function that runs in a forked process with limits on time and memory, and whose errors the caller gets."""
+    """A function that runs, with limits on time and memory, in a forked process; errors are raised in the caller."""
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._function, self._lock = function, threading.Lock()

@@ -23,7 +23,7 @@ __all__ = ["assert_same_as_model", "check_recipe", "recipe_tests"]
 
 
 def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: Any) -> None:
-    """Fail unless a file, exported with any tool, computes the same outputs as its model.
+    """Raise ``AssertionError`` unless a file from any exporter computes the same outputs as its model.
 
     Args:
         path: the file, or a folder of files; see :func:`~yobx_flatten.verify.verify_file`.
@@ -41,7 +41,7 @@ def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: An
 
 
 def recipe_tests(*samples: Any) -> Callable[..., None]:
-    """Return a test function for pytest that checks how the classes of the samples are flattened.
+    """Return a pytest function that tests the registered flatten functions of the class of each sample.
 
     Args:
         samples: instances of the classes to test; the classes must be registered when the tests run.

@@ -47,7 +47,7 @@ class _Slot:
 
 
 class Registry:
-    """Stores the claims that keep a class registered with a library until the last claim is released."""
+    """Keeps each class registered with a library until the last :class:`Claim` on the class is released."""
 
     def __init__(self, libraries: Mapping[str, tuple[Backend, ...]]) -> None:
         self._libraries = dict(libraries)
@@ -69,7 +69,7 @@ class Registry:
             return self._retired.get(cls)
 
     def registered_base(self, cls: type) -> type | None:
-        """Return the nearest base class that the user registered; a registration does not apply to subclasses."""
+        """Return the nearest base class that the user registered; ``None`` if the user registered no base class."""
         with LOCK:
             held = {key[1] for key, slot in self._slots.items() if slot.by_user}
             return next((base for base in cls.__mro__[1:] if base in held), None)
@@ -137,7 +137,7 @@ class Registry:
         raise errors.AlreadyRegisteredError(f"{start}, with other functions{differs}. {way_out}")
 
     def release(self, claim: Claim) -> None:
-        """Release a claim. The release of the last claim on a class undoes the registration of the class."""
+        """Release a claim, and undo the registration of its class if no other claim on the class is left."""
         with LOCK:
             for library in claim.libraries:
                 self._release(library, claim)
@@ -156,7 +156,7 @@ class Registry:
         start = f"unregister_class_flattening({cls.__qualname__}): {errors.describe_class(cls)}"
         if slots:
             raise errors.NotRegisteredError(
-                f"{start} is registered by a with block, until the block ends:\n    {slots[0].recipe.remedy}"
+                f"{start} was registered by a with block, whose end unregisters it:\n    {slots[0].recipe.remedy}"
             )
         if holders:
             raise errors.NotRegisteredError(
@@ -164,7 +164,7 @@ class Registry:
                 "register_class_flattening. It stays registered."
             )
         raise errors.NotRegisteredError(
-            f"{start} is not registered. Register the class:\n    register_class_flattening({cls.__qualname__}, ...)"
+            f"{start} is not registered. To register it:\n    register_class_flattening({cls.__qualname__}, ...)"
         )
 
     def _release(self, library: str, claim: Claim) -> None:

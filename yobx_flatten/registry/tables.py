@@ -139,8 +139,8 @@ def _flatten_spec(recipe: Recipe, obj: object, spec: pytree.TreeSpec) -> list[An
     """Flatten an input of a program; raise an error if its class or static data differ from the program's spec."""
     if type(obj) is not recipe.cls:
         raise SpecMismatchError(
-            f"The program was exported with {describe_class(recipe.cls)} among its inputs, but was called with "
-            f"{describe_class(type(obj))}."
+            f"The program was exported with {describe_class(recipe.cls)} among its inputs, but this call "
+            f"passes {describe_class(type(obj))} instead."
         )
     children, static = recipe.flatten(obj)
     if static != spec.context:

@@ -90,9 +90,9 @@ class MiniOnnxBuilder:
         self._put(name, "dict", dict(tensors))
 
     def to_onnx(self) -> Any:
-        """Return the model; :func:`create_input_tensors_from_onnx_model` returns the values in it, by output name."""
+        """Return the model, from which :func:`create_input_tensors_from_onnx_model` reads the values by output name."""
         structure = flatten_tree({name: value for name, (_, value) in self._entries.items()})
-        check_size(sum(payload.nbytes for payload in structure.payloads), "MiniOnnxBuilder", "use save_nested")
+        check_size(sum(payload.nbytes for payload in structure.payloads), "MiniOnnxBuilder", "Use save_nested")
         writer = OnnxWriter("MiniOnnxBuilder", opset=self._opset, ir_version=self._ir_version)
         payloads = {payload.record["name"]: payload for payload in structure.payloads}
         for (name, (kind, value)), part in zip(self._entries.items(), structure.json["children"], strict=True):
@@ -112,11 +112,11 @@ class MiniOnnxBuilder:
 
     def _put(self, name: str, kind: str, value: Any) -> None:
         if name in self._entries:
-            raise InvalidArgumentError(f"MiniOnnxBuilder: {name!r} is the name of an output already.")
+            raise InvalidArgumentError(f"MiniOnnxBuilder: an output has the name {name!r} already. Choose a new name.")
         items = value if kind == "sequence" else value.values() if kind == "dict" else None
         if items is not None and not (items and all(map(is_array, items))):
             raise InvalidArgumentError(
-                f"MiniOnnxBuilder: {name!r} needs at least one tensor or array, which determines the type; found "
+                f"MiniOnnxBuilder: the output {name!r} must consist of one or more tensors or arrays, found "
                 f"{describe_class(value)}."
             )
         self._entries[name] = kind, value
@@ -153,7 +153,7 @@ def create_onnx_model_from_input_tensors(
     structure = flatten_tree(inputs)
     structure = randomized(structure) if randomize else structure
     function = "create_onnx_model_from_input_tensors"
-    check_size(sum(payload.nbytes for payload in structure.payloads), function, "use save_nested")
+    check_size(sum(payload.nbytes for payload in structure.payloads), function, "Use save_nested")
     writer = OnnxWriter(function)
     writer.add_structure(structure)
     return writer.model(structure.json, "values")
@@ -250,10 +250,10 @@ class RunOutputs:
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
         found = self._outputs.get(record["name"])
         if found is None or found.shape != dims:
-            raise DamagedFileError(f"The model has no output {record['name']!r} of shape {dims}.")
+            raise DamagedFileError(f"The model lacks an output of its metadata: {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Copy the bytes of an output to ``view``, in the dtype in which the value was stored."""
+        """Copy the bytes of an output to ``view``, after a conversion to the dtype that the stored value had."""
         import numpy
 
         array = numpy.ascontiguousarray(self._outputs[record["name"]])

@@ -94,7 +94,7 @@ def load_case(path: str | os.PathLike[str], *, device: Device = "cpu") -> Stored
         raise DamagedFileError(f"{os.fspath(path)} is damaged: it contains no inputs and outputs.")
     if not isinstance(found["name"], str):
         kind = describe_class(found["name"])
-        raise DamagedFileError(f"{os.fspath(path)} is damaged: the name of the case is {kind}.")
+        raise DamagedFileError(f"{os.fspath(path)} is damaged: the name of the test case is {kind} instead of text.")
     return StoredCase(**found)
 
 
@@ -142,7 +142,7 @@ class CaseReport(Report):
     tolerance: float
 
     def differences(self) -> Iterator[float]:
-        """Yield the largest absolute difference between computed and stored values for each output."""
+        """Yield, for each output, the largest absolute difference between computed and stored values."""
         return (output.difference for output in self.outputs)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
@@ -193,7 +193,7 @@ def replay_case(
     """
     if not isinstance(case, StoredCase):
         raise InvalidArgumentError(
-            f"replay_case takes what load_case returns, found {describe_class(case)}.\n"
+            f"replay_case: expected a test case that load_case returns, found {describe_class(case)}.\n"
             "    replay_case(load_case(path), model)"
         )
     if isinstance(model, (str, os.PathLike)):
@@ -218,8 +218,8 @@ def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseRepor
     missing = [name for name in wanted if name not in places]
     if missing:
         raise ReplayError(
-            f"The model takes {', '.join(missing)}, which the case does not have. The case has "
-            f"{', '.join(name for name, _, _ in given) or 'nothing'}; the model takes {', '.join(wanted)}."
+            f"The model takes {', '.join(missing)}, which the test case does not contain. Inputs of the test case: "
+            f"{', '.join(name for name, _, _ in given) or 'none'}. Inputs of the model: {', '.join(wanted)}."
         )
     used = set(places.values())
     unused = [name for place, (name, _, _) in enumerate(given) if place not in used]

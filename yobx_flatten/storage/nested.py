@@ -115,8 +115,8 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
         return found
     name = type(found).__name__
     raise InvalidArgumentError(
-        f"load_nested: {os.fspath(path)} contains a {describe_class(type(found))}, not the class in expected=. Pass "
-        f"the class of the value:\n    load_nested({os.fspath(path)!r}, expected={name})"
+        f"load_nested: {os.fspath(path)} contains a {describe_class(type(found))}, but expected= names another "
+        f"class. Pass the class of the value:\n    load_nested({os.fspath(path)!r}, expected={name})"
     )
 
 
@@ -152,7 +152,7 @@ class OnnxWriter:
             self.add_output(record["name"], _FLOAT if first.element.cast else first.element.code, first.dims)
 
     def add(self, payload: Payload, *, output: bool = True) -> None:
-        """Add a value to the ONNX graph, as an initializer or, for a stored seed, as a ``RandomUniform`` node."""
+        """Add a value to the ONNX graph: an initializer, or a ``RandomUniform`` node if only a seed is stored."""
         # output: whether the graph returns the leaf; `True` by default
         name, element = payload.record["name"], payload.element
         self._payloads[name] = payload
@@ -247,7 +247,7 @@ def save(
     if external_data is None:
         external_data = total > _TOGETHER
     if not external_data:
-        check_size(total, function, "leave external_data as it is")
+        check_size(total, function, "Remove external_data=False")
     require_onnx(function)
     with scratch_for(path) as folder:
         written, data = folder / path.name, data_path(folder / path.name, path)
@@ -264,7 +264,7 @@ def save(
 
 def check_size(nbytes: int, function: str, remedy: str) -> None:
     if nbytes > _LARGEST:
-        raise InvalidArgumentError(f"{function}: {nbytes / 1e9:.1f} GB exceed the 2 GB of an ONNX file; {remedy}.")
+        raise InvalidArgumentError(f"{function}: {nbytes / 1e9:.1f} GB exceed the 2 GB limit of ONNX files. {remedy}.")
 
 
 def read(
@@ -311,7 +311,7 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
         )
     if not found.get(VERSION, "").isdigit() or int(found[VERSION]) > _KNOWN_VERSION:
         raise ForeignFileError(
-            f"{name} is of version {found.get(VERSION)!r} of the format, but yobx_flatten here reads version "
+            f"{name} has version {found.get(VERSION)!r} of the format, but the installed yobx_flatten reads version "
             f"{_KNOWN_VERSION}. Update the package:\n    pip install --upgrade yobx-flatten"
         )
     if content is not None and found.get(CONTENT) != content:

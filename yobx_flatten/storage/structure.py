@@ -90,7 +90,7 @@ def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTr
             def not_rebuilt(error: Exception) -> DamagedFileError:
                 return DamagedFileError(
                     f"{name} cannot be rebuilt by its registration ({type(error).__name__}: {error}). Register the "
-                    "class with the functions with which the file was written."
+                    "class with the same functions as when the file was written."
                 )
 
             with raised_as(not_rebuilt):
@@ -161,7 +161,7 @@ def _check_called(name: str, node: _Functions, static: Static) -> None:
     of_named_tuples = pytree.SUPPORTED_NODES[collections.namedtuple].unflatten_fn  # type: ignore[index] # its key
     own = f"{getattr(static, '__module__', None)}:{getattr(static, '__qualname__', None)}"
     if node.unflatten is of_named_tuples and own != name:
-        raise DamagedFileError(f"The file is not loaded: it names the class {name}, but would create {static!r}.")
+        raise DamagedFileError(f"The file is not loaded: it names the class {name}, but loading would call {static!r}.")
 
 
 def _node_named(name: str) -> _Functions:
@@ -180,8 +180,8 @@ def _node_named(name: str) -> _Functions:
     if found is None:
         where = "" if module in sys.modules else f"import {module}\n    "
         raise NotRegisteredError(
-            f"The file holds an object of {module}.{qualified}, which is not registered, and a file cannot cause an "
-            f"import. Register the class first:\n    {where}register_class_flattening({qualified}, ...)"
+            f"The file contains an object of {module}.{qualified}, which is not registered. Register the class before "
+            f"you load the file:\n    {where}register_class_flattening({qualified}, ...)"
         )
     return found
 
@@ -218,7 +218,7 @@ def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload 
         obstacle = obstacle_of(leaf)
         if obstacle is not None:
             what, line = obstacle
-            raise InvalidArgumentError(f"{where} is a tensor of type {leaf.dtype}, {what}. Store instead:\n    {line}")
+            raise InvalidArgumentError(f"{where}, a tensor of type {leaf.dtype}, is {what}. Store instead:\n    {line}")
 
         def data() -> memoryview:
             plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -326,7 +326,7 @@ def _read_tensor(record: Record, source: Source) -> torch.Tensor:
     name, kind, shape = record["name"], record["dtype"], record["shape"]
     dtype = getattr(torch, kind, None)
     if not isinstance(dtype, torch.dtype) or kind not in ELEMENTS:
-        raise DamagedFileError(f"{name!r} has the dtype {kind!r}, which this torch lacks. Update torch.")
+        raise DamagedFileError(f"{name!r} has the dtype {kind!r}, which the installed torch lacks. Update torch.")
     if "seed" in record:
         if math.prod(shape) * 4 > _DRAWN:
             raise DamagedFileError(f"{name!r} needs random numbers of shape {shape}: more than the limit of 1 GB.")
@@ -363,7 +363,7 @@ def _read_array(record: Record, source: Source) -> Any:
         return numpy.array(texts, dtype).reshape(shape)
     stored = _array_element(dtype)
     if stored is None:
-        raise DamagedFileError(f"{record['name']!r} is an array of {record['dtype']!r}, which cannot be stored.")
+        raise DamagedFileError(f"{record['name']!r} has the type {record['dtype']!r}, which no stored array has.")
     element, dims = stored[0], _dims(stored[0], (*shape, *stored[1]))
     count = math.prod(shape)
     nbytes = element.nbytes(count, dtype.itemsize)
@@ -432,18 +432,18 @@ def obstacle_of(tensor: torch.Tensor) -> tuple[str, str] | None:
     # a subclass with its own operators stores its data elsewhere
     elif cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         own: Any = cls
-        what, line = f"a {cls.__name__} of other tensors", "tensor.dequantize()"
+        what, line = f"a {cls.__name__}, which wraps other tensors", "tensor.dequantize()"
         if own.dequantize is torch.Tensor.dequantize:
             line = "[getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]"
     elif tensor.layout is not torch.strided:
         what, line = f"of layout {tensor.layout}", "tensor.to_dense()"
     elif dtype not in ELEMENTS or ELEMENTS[dtype].packed > 1:
-        return "which ONNX does not have", "tensor.view(torch.uint8)"
+        return "of a type that ONNX does not have", "tensor.view(torch.uint8)"
     elif cls not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        return f"a {cls.__name__}, which would come back as a plain tensor", "tensor.as_subclass(torch.Tensor)"
+        return f"a {cls.__name__}, which would be loaded as a torch.Tensor", "tensor.as_subclass(torch.Tensor)"
     else:
         return None
-    return f"{what}, which has no plain data to store", line
+    return f"{what}, and cannot be stored directly", line
 
 
 def load_trusted(data: Static) -> Static:

@@ -200,7 +200,7 @@ def spec_classes() -> types.ModuleType | None:
 
 
 def opened_spec(spec: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Convert a ``ShapesSpec`` or ``ParamsSpec`` of torch to a dict by parameter name, and a tuple of assumptions."""
+    """Split torch's ``ShapesSpec`` or ``ParamsSpec`` into entries by parameter name, and assumptions about sizes."""
     classes, assumptions = spec_classes(), ()
     if classes is not None and isinstance(spec, classes.ShapesSpec):
         assumptions = tuple(one.node.expr for one in spec.assumptions)
@@ -226,7 +226,7 @@ def forget_attached(forward: Callable[..., Any]) -> None:
 def refuse_specs_of_keys(
     module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, spec: DynamicShapes
 ) -> None:
-    """Raise DynamicShapesError for a ``ShapesSpec`` with entries for a KV cache or another class with pytree keys."""
+    """Raise DynamicShapesError if ``torch.export`` would not find entries of a ``ShapesSpec``, as for a KV cache."""
     # `torch.export` looks up the entries of an `ObjectSpec` by attribute name, and the children of caches have keys
     from ..core.private_names.of_torch import combine_args  # imports much
 
@@ -247,6 +247,6 @@ def refuse_specs_of_keys(
         if not all(isinstance(key, GetAttrKey) for key in keys):
             raise DynamicShapesError(
                 f"{name}: torch.export does not support {type(entry).__name__} for {describe_class(type(found))}, "
-                f"whose children are {[getattr(key, 'key', str(key)) for key in keys]}. export_program does:\n"
+                f"whose children are {[getattr(key, 'key', str(key)) for key in keys]}. export_program supports it:\n"
                 "    export_program(module, args, kwargs, dynamic_shapes=spec)"
             )

@@ -67,7 +67,7 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_TypePromotionInterpreter.run_node`` to use the output of a node that the trace has stored."""
+    """Wrap ``_TypePromotionInterpreter.run_node``, so that nodes with an output stored by the trace are not run."""
     from ..core.private_names.of_torch import type_promotion_rule
 
     @functools.wraps(original)

@@ -87,11 +87,11 @@ def members_in_forward(module: torch.nn.Module, names: list[str], members: _Memb
 
 
 class StoredInteger(int):
-    """A token counter for a program whose token counter is an integer, as in earlier versions of this package."""
+    """The value of a cache's token counter, for a program of earlier versions that takes it as an integer."""
 
 
 def checking_inputs(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that refuses inputs unlike the constants of a program, and converts token counters to integers."""
+    """Make a hook that refuses a call whose inputs differ from the constants that the program has for them."""
     # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program needs none
     given = arguments_of(program)
     integers = [place for place, arg in enumerate(given) if isinstance(arg, SymIntArgument)]
@@ -264,8 +264,8 @@ def _require_registered(classes: tuple[type, ...], *call: Any) -> None:
     if missing:
         names = ", ".join(cls.__qualname__ for cls in missing)
         raise NotRegisteredError(
-            f"This program takes or returns {names}, which torch does not know how to flatten here. Call the program "
-            f"where the class is registered:\n    {REGISTRY.remedy(missing[0])}"
+            f"This program takes or returns {names}, for which no registration with torch is active. Call the program "
+            f"while the class is registered:\n    {REGISTRY.remedy(missing[0])}"
         )
 
 

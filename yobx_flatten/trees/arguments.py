@@ -232,8 +232,8 @@ def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: 
     if isinstance(shapes, str) and shapes == "auto":
         return attached
     raise DynamicShapesError(
-        f"dynamic_shapes: {type(module).__qualname__}.forward declares its shapes with @dynamic_spec(...). Use these "
-        'shapes, or remove the decorator:\n    dynamic_shapes="auto"'
+        f"dynamic_shapes was given, but {type(module).__qualname__}.forward declares its shapes with "
+        '@dynamic_spec(...). Remove the decorator, or use the declared shapes:\n    dynamic_shapes="auto"'
     )
 
 
@@ -276,8 +276,8 @@ def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumpti
             found = first.setdefault(size.expression, size)
             if found.value != size.value:
                 raise DynamicShapesError(
-                    f"{size.place} ({_name(size.expression)}) is {size.value} in the example, but {found.place} is "
-                    f"{found.value} under that name. Sizes with one name must be equal: rename one of them."
+                    f"{size.place} is {size.value} in the example, but {found.place} is {found.value}. Both have the "
+                    f"name {_name(size.expression)}, and sizes with the same name must be equal. Rename one of them."
                 )
     values = {symbol: size.value for symbol, size in first.items()}
     stated = [(size.place, size.expression, size.value) for size in writing.sizes]
@@ -290,8 +290,8 @@ def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumpti
         found_value = expression.subs(values)
         if found_value != value:
             named = {_name(symbol): value for symbol, value in values.items() if symbol in expression.free_symbols}
-            wrong = "does not hold" if value is True else f"is {found_value}, but the size is {value},"
-            raise DynamicShapesError(f"{place}: {_name(expression)} {wrong} in the example, where sizes are {named}.")
+            wrong = "does not hold" if value is True else f"is {found_value}, but the size is {value}"
+            raise DynamicShapesError(f"{place}: in the example, with the sizes {named}, {_name(expression)} {wrong}.")
     return Stated(written, tuple(writing.sizes), assumptions)
 
 
@@ -301,7 +301,7 @@ class _Writing:
         self.sizes: list[Size] = []
 
     def write(self, obj: object, spec: DynamicShapes, path: tuple[str, ...]) -> DynamicShapes:
-        """Convert the specification of one input to ``dynamic_shapes``, and count the leaves of the input."""
+        """Convert the specification of one input to ``dynamic_shapes``."""
         node = node_of(obj)
         if node is None:
             self.leaves += 1
@@ -321,7 +321,7 @@ class _Writing:
             if isinstance(spec, torch.SymInt) or (type(spec) is int and not isinstance(obj, torch.Tensor)):
                 if type(obj) is not int:
                     hint = " Remove it: the size is fixed." if isinstance(obj, torch.Tensor) and not obj.dim() else ""
-                    raise DynamicShapesError(f"{place}: {_kind(spec)} is for an integer, found {kind}.{hint}")
+                    raise DynamicShapesError(f"{place}: the entry {_kind(spec)} is for an integer, found {kind}.{hint}")
                 return self.of_size(obj, spec, place, None)
             if isinstance(spec, (self.classes.DictSpec, self.classes.SeqSpec, self.classes.ObjectSpec)):
                 raise DynamicShapesError(
@@ -374,13 +374,13 @@ class _Writing:
 
     def misfit(self, place: str, names: list[str], obj: object, spec: DynamicShapes) -> DynamicShapesError:
         if isinstance(obj, Mapping):
-            fitting = "a DictSpec by its keys"
+            fitting = "a DictSpec with entries for the keys"
         elif isinstance(obj, (list, tuple)):
-            fitting = "a SeqSpec"
+            fitting = "a SeqSpec with entries for the elements"
         else:
-            fitting = "an ObjectSpec by the names of its children"
+            fitting = "an ObjectSpec with entries for the children"
         return DynamicShapesError(
-            f"{place}: expected {fitting}, {names}, for {describe_class(type(obj))}, found {_kind(spec)}."
+            f"{place}: expected {fitting} {names} of {describe_class(type(obj))}, found {_kind(spec)}."
         )
 
     def of_size(self, size: int, spec: DynamicShapes, path: str, axis: int | None) -> DynamicShapes:
@@ -397,7 +397,7 @@ class _Writing:
             return Dim.DYNAMIC if least is variable.max is None else Dim.DYNAMIC(min=least, max=variable.max)
         if spec != size:
             place = path if axis is None else f"{path}: axis {axis}"
-            raise DynamicShapesError(f"{place} should be {spec}, but is {size} in the example.")
+            raise DynamicShapesError(f"{place} must be {spec} by the specification, but is {size} in the example.")
         return None
 
 

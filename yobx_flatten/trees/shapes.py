@@ -60,8 +60,8 @@ def dynamic_shapes(
     for name, most in (bounds or {}).items():
         if name not in _MEANINGS or type(most) is not int or most < 2:
             raise InvalidArgumentError(
-                f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. Set "
-                'bounds of any axis by overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
+                f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. To "
+                'limit other axes, use overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
             )
     written = _write(inputs, (), None, left, bounds or {})
     if left:
@@ -96,7 +96,7 @@ def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: Dynamic
     node = node_of(cache)
     if node is None or node.recipe is None or node.recipe.axes is None:
         raise DynamicShapesError(
-            f"make_dynamic_shapes_kv_cache: expected a cache, found {describe_class(type(cache))}."
+            f"make_dynamic_shapes_kv_cache: expected a KV cache, found {describe_class(type(cache))}."
         )
     shapes: list[Any] = []
     for key, child in zip(node.keys, node.children, strict=True):
@@ -223,7 +223,7 @@ def builtin_kind(obj: object, node: Node | None = None) -> Any:
 
 
 def check_entries(obj: PyTree, shapes: DynamicShapes, path: _Path = ()) -> None:
-    """Raise an error if ``dynamic_shapes`` does not fit the inputs; the caller has checked the inputs for cycles."""
+    """Raise an error if ``dynamic_shapes`` does not fit the inputs."""
     if shapes is None:
         return
     node = node_of(obj)
@@ -252,8 +252,8 @@ def check_entries(obj: PyTree, shapes: DynamicShapes, path: _Path = ()) -> None:
             raise _misfit(path, f"a {name} with {len(names)} entries for {names}", shapes)
         if len(shapes) != len(names):
             raise DynamicShapesError(
-                f"{_format(path)}: {type(obj).__qualname__} has {len(names)} children {names}, the specification has "
-                f"{len(shapes)}. Write one entry per child."
+                f"{_format(path)}: {type(obj).__qualname__} has {len(names)} children {names}, but its specification "
+                f"has length {len(shapes)}. Write one entry per child."
             )
         below = list(shapes)
     for name, child, spec in zip(names, node.children, below, strict=True):

@@ -18,7 +18,7 @@ from ..registry.recipe.contract import Recipe
 
 
 class Place(NamedTuple):
-    """An object inside a nested object that :func:`walk` visits, with its key path and its parent."""
+    """One of the objects that :func:`walk` yields, with its key path and its parent."""
 
     keys: tuple[Any, ...]  # the keys from the root to the object
     obj: Any
@@ -90,7 +90,7 @@ def format_entry(key: object) -> str:
 
 
 def class_name(cls: type) -> str:
-    """Return the full name of a class, such as ``collections.OrderedDict``; ``dict`` for a built-in class."""
+    """Return the name of a class with its module (``collections.OrderedDict``), or without ``builtins`` (``dict``)."""
     module, name = MODULE_OF(cls), QUALNAME_OF(cls)
     return name if module == "builtins" else f"{module}.{name}"
 
@@ -257,7 +257,7 @@ def plain_names(tree: PyTree) -> list[str]:
 
 
 def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Return a dict from names of a graph's inputs or outputs to the positions of the leaves with these names.
+    """Match names of a graph's inputs or outputs with leaves, and return a dict from each name to the leaf's position.
 
     Names are first compared exactly. Names without an equal name are compared in lower case, with an underscore for
     each character that is not a letter or digit. Leaves are matched by order if no name matches, or if the remaining

@@ -71,7 +71,7 @@ class VerifiedFile:
         return None if self.report is None or self.why_not else self.report.ok
 
     def joined(self, *others: VerifiedFile) -> VerifiedFile:
-        """Return one result with the comparisons of this result and of ``others``, which are for the same file."""
+        """Merge this result with other results for the same file."""
         for other in others:
             if self.report is not None and other.report is not None:
                 self.report.cases += other.report.cases
@@ -115,7 +115,7 @@ class FileReport:
 
     @property
     def ok(self) -> bool | None:
-        """``True`` if all files match, ``False`` if a file differs, and else ``None``: a file could not be compared."""
+        """``True`` if all files match, ``False`` if a file differs, else ``None``: some file was not compared."""
         found = [one.ok for one in self.files.values()]
         return False if False in found else None if None in found or not found else True
 
@@ -181,7 +181,7 @@ def verify_file(
     if given is None and isinstance(base, torch.nn.Module) and not hasattr(base, "config"):
         raise InvalidArgumentError(
             f"verify_file: {type(base).__qualname__} is not a Hugging Face model, so its inputs are unknown. Pass "
-            'cases=[Case("the example", args), Case("five rows", others)].'
+            'test inputs: cases=[Case("the example", args), Case("another size", other_args)].'
         )
     found: dict[str, VerifiedFile] = {}
     known: set[str] = set()  # inputs and outputs of all files
@@ -213,8 +213,8 @@ def verify_file(
             continue
         found[name] = _verified(file, bits, dtype, loaded(dtype), given, names or {}, known, trust, explain)
     for unknown in sorted(set(names or ()) - known):
-        there = f"There are {', '.join(sorted(known))}."
-        raise InvalidArgumentError(f"names, --map: no file has an input or output {unknown}. {there}")
+        there = f"Their names are {', '.join(sorted(known))}."
+        raise InvalidArgumentError(f"names, --map: no file has an input or output named {unknown}. {there}")
     return FileReport(place, found)
 
 

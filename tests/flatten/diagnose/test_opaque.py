@@ -273,8 +273,8 @@ def test_tensors_in_the_static_part_and_an_unflatten_that_makes_tensors_or_looks
         return bag
 
     assert problem(Bag([X]), unflatten=unflatten_with_a_mask).startswith(
-        "Bag: f_unflatten must not make tensors, but calls torch.ops.aten.zeros.default. New tensors become "
-        "constants of the program."
+        "Bag: f_unflatten must not make tensors, but calls torch.ops.aten.zeros.default. New tensors are "
+        "constants of a program."
     )
 
     def unflatten_by_shape(children, static):
@@ -282,7 +282,7 @@ def test_tensors_in_the_static_part_and_an_unflatten_that_makes_tensors_or_looks
         bag.rows = children[0].shape[0]
         return bag
 
-    assert "f_unflatten fails with placeholders instead of the children (AttributeError" in problem(
+    assert "f_unflatten fails with placeholders, which torch.export and JAX pass as children (Attri" in problem(
         Bag([X]), unflatten=unflatten_by_shape
     )
 

@@ -108,7 +108,7 @@ def test_an_unknown_class_cannot_be_given_up_and_the_remedy_outlives_the_registr
     with pytest.raises(NotRegisteredError) as caught:
         registry.release_user(Pair)
     assert str(caught.value) == (
-        "unregister_class_flattening(Pair): tests.flatten.pair.Pair is not registered. Register the class:\n"
+        "unregister_class_flattening(Pair): tests.flatten.pair.Pair is not registered. To register it:\n"
         "    register_class_flattening(Pair, ...)"
     )
     claim = registry.claim(recipe_for())

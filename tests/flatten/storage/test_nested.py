@@ -209,7 +209,7 @@ def test_a_value_of_the_expected_class_comes_back_and_another_is_refused_with_th
     with pytest.raises(InvalidArgumentError) as raised:
         load_nested(path, expected=dict[str, torch.Tensor])
     assert str(raised.value) == (
-        f"load_nested: {path} contains a builtins.list, not the class in expected=. Pass the class of the value:\n"
+        f"load_nested: {path} contains a builtins.list, but expected= names another class. Pass the class of the value:\n"
         f"    load_nested({path!r}, expected=list)"
     )
 
@@ -363,7 +363,7 @@ def test_a_module_that_is_not_imported_stays_so(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_no_other_module_is_imported(module):
     """Not even one of a library that is installed: some act when they are imported."""
-    with pytest.raises(NotRegisteredError, match="a file cannot cause an import"):
+    with pytest.raises(NotRegisteredError, match="imports only modules of known libraries"):
         load_trusted({"!class": f"{module}:Thing"})
     assert module not in sys.modules
 
@@ -436,8 +436,8 @@ def test_the_line_makes_what_can_be_stored(make, line):
         tensor = make()
     with pytest.raises(InvalidArgumentError) as caught:
         flatten_tree({"a": [tensor]})
-    kind = "Tagged, which would come back as a plain tensor" if "subclass" in line else "no plain data to store"
-    assert re.match(rf"a\.0 is a .*{kind}", str(caught.value))
+    kind = "Tagged, which would be loaded as a torch.Tensor" if "subclass" in line else "and cannot be stored directly"
+    assert re.match(rf"a\.0, a tensor of type .*{kind}", str(caught.value))
     assert str(caught.value).endswith(f". Store instead:\n    {line}")
     flatten_tree({"a": eval(line, {"torch": torch, "tensor": tensor, "list": list})})
 

@@ -74,8 +74,8 @@ def test_a_program_called_inside_a_block_is_right_and_outside_it_names_the_class
         with pytest.raises(NotRegisteredError) as caught:
             made()(tokens(), cache_of())
         assert str(caught.value) == (
-            "This program takes or returns DynamicCache, which torch does not know how to flatten here. Call the "
-            f"program where the class is registered:\n    {BLOCK_LINE}"
+            "This program takes or returns DynamicCache, for which no registration with torch is active. Call the "
+            f"program while the class is registered:\n    {BLOCK_LINE}"
         )
     with pytest.raises(NotRegisteredError) as caught:
         program.run_decompositions()

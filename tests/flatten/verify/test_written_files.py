@@ -233,9 +233,9 @@ def test_unknown_names_need_a_mapping(right, model, tmp_path):
     assert report.ok is None
     assert "words" in report.files["model.onnx"].why_not
     assert verdict(proto, model, tmp_path, names={"words": "input_ids"}).ok is True
-    with pytest.raises(InvalidArgumentError, match="maps a name to tokens"):
+    with pytest.raises(InvalidArgumentError, match="maps to the unknown name tokens"):
         verdict(proto, model, tmp_path, names={"words": "tokens"})
-    with pytest.raises(InvalidArgumentError, match=r"no file has an input or output wrods\. There are .*words"):
+    with pytest.raises(InvalidArgumentError, match=r"has an input or output named wrods\. Their names are .*words"):
         verdict(proto, model, tmp_path, names={"wrods": "input_ids"})
 
 
@@ -539,7 +539,7 @@ def test_the_action_passes_a_right_file_and_fails_on_a_wrong_one(environment, tm
         environment, tmp_path, path="exported", model="model", map="input_ids=input_ids words=ids"
     )
     assert status == 2, output
-    assert "no file has an input or output words" in output
+    assert "no file has an input or output named words" in output
     status, output = run_action(environment, tmp_path, path="exported; touch owned", model="model")
     assert status == 2
     assert not (tmp_path / "owned").exists(), "an input is no part of the program"

@@ -32,7 +32,7 @@ _approved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 def functions_from_fields(
     cls: type, names: Iterable[str], static_names: Iterable[str] = (), *, names_in_static: bool = True
 ) -> FlattenFunctions:
-    """Make the flatten, keyed flatten and unflatten functions of a class from the names of its attributes.
+    """Make ``flatten``, ``flatten_with_keys`` and ``unflatten`` functions for a class from its attribute names.
 
     Args:
         cls: the class. The class may be frozen, have slots, and refuse to be constructed: ``unflatten`` calls neither
@@ -74,7 +74,7 @@ def functions_from_fields(
                 f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
             )
         if not cls.__dictoffset__ and not hasattr(cls, name):
-            raise InvalidRegistrationError(f"{caller}: {describe_class(cls)} has no slot {name!r}. Leave it out.")
+            raise InvalidRegistrationError(f"{caller}: {describe_class(cls)} has no slot {name!r}. Remove the name.")
         found = getattr(cls, name, None)
         if isinstance(found, property) and not found.fset:
             raise InvalidRegistrationError(
@@ -84,7 +84,7 @@ def functions_from_fields(
     twice = next((name for name, count in Counter(names + static_names).items() if count > 1), None)
     if twice is not None:
         raise InvalidRegistrationError(
-            f"{caller}: {twice!r} of {describe_class(cls)} is given twice. Name each attribute once, as a child "
+            f"{caller}: the attribute {twice!r} of {describe_class(cls)} is given twice. Name it once, as a child "
             "or as static data."
         )
     flatten, flatten_with_keys = _flattening(cls, names, static_names, names_in_static)

@@ -26,7 +26,7 @@ Unflatten: TypeAlias = Callable[[Iterable[Any], Any], Any]
 
 
 class FlattenFunctions(NamedTuple):
-    """A class's flatten, keyed flatten and unflatten functions in one tuple, for ``register_class_flattening``."""
+    """The flatten, flatten_with_keys and unflatten functions of a class, for ``register_class_flattening``."""
 
     flatten: Flatten
     flatten_with_keys: FlattenWithKeys
@@ -110,7 +110,7 @@ def require_class(target: object, function: str = "register_class_flattening") -
 
 
 def require_node(target: object, function: str) -> None:
-    """Raise an error unless ``target`` is a class that can be registered; a named tuple or an enum cannot."""
+    """Raise an error if ``target`` is not a class, or is a class that cannot be registered, such as an enum."""
     require_class(target, function)
     cls: Any = target
     start = f"{function}: {describe_class(cls)} is "
@@ -134,7 +134,7 @@ def require_node(target: object, function: str) -> None:
 
 
 def is_constant_class(cls: type) -> bool:
-    """Return whether instances of a class, such as enum members, dtypes and devices, are static data, never nodes."""
+    """Return whether instances of a class, such as enum members, dtypes and devices, are always static data."""
     return issubclass(cls, (enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
@@ -180,7 +180,7 @@ UNSET = object()  # marks an attribute that is not set
 
 
 def slots_of(cls: type) -> list[str]:
-    """Return the names of the ``__slots__`` of a class and its bases, bases first; private names are mangled."""
+    """Return the names of the ``__slots__`` of a class and its bases, beginning with the bases."""
     found = []
     for base in reversed(cls.__mro__):
         slots = base.__dict__.get("__slots__", ())
@@ -204,14 +204,14 @@ def held_attributes(obj: object) -> dict[str, Any]:
 
 
 def is_derived(cls: type, name: str, value: object) -> bool:
-    """Return whether flatten may drop an attribute: its value comes from a class attribute or a cached property."""
+    """Return whether flatten may drop an attribute, because a class attribute or cached property has its value."""
     of_class = inspect.getattr_static(cls, name, UNSET)
     # typing stores the parameters of a generic class in this attribute
     return name == "__orig_class__" or of_class is value or isinstance(of_class, functools.cached_property)
 
 
 def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], None] | None:
-    """Return a function that refuses instances with undeclared attributes; ``None`` if ``__slots__`` prevent them."""
+    """Return a function that refuses instances with undeclared attributes; ``None`` if no instance can have any."""
     more_slots = set(slots_of(cls)) - set(declared)
     if cls.__dictoffset__ == 0 and not more_slots:
         return None
@@ -248,14 +248,14 @@ def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], No
 
 def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[str]) -> RoundTripError:
     return RoundTripError(
-        f"{cls.__qualname__}: an instance has the attribute {name!r}, which is not declared for {describe_class(cls)} "
-        "and would be lost. Declare it as a field, or name it (static data in static=[...]):\n"
+        f"{cls.__qualname__}: an instance has the attribute {name!r}, which is not declared for {describe_class(cls)}, "
+        "so flattening would lose it. Declare it as a field, or register it (static data in static=[...]):\n"
         f"    register({cls.__qualname__}, children={[*declared, name]})"
     )
 
 
 class HeldStatic:
-    """A wrapper that makes static data hashable: JAX hashes and compares static data at every call."""
+    """A wrapper that makes static data hashable, because JAX hashes and compares static data at every call."""
 
     __slots__ = ("_hash", "value")
 
@@ -315,7 +315,7 @@ def _hash(value: Static) -> int:
         return hash(value)
     except TypeError:
         raise StaticDataError(
-            f"Static data holds {describe_class(value)}, which is not hashable; JAX uses static data as the key of its "
-            "compiled functions. Return the value among the children if it changes between calls; otherwise store it "
-            "as strings or numbers, or give its class __hash__ and __eq__ (a frozen dataclass has them)."
+            f"Static data holds {describe_class(value)}, which is not hashable. JAX needs hashable static data, as the "
+            "key of its compiled functions. Return the value among the children if it changes between calls; otherwise "
+            "store it as strings or numbers, or give its class __hash__ and __eq__ (a frozen dataclass has them)."
         ) from None

@@ -33,7 +33,7 @@ JaxUnflatten = Callable[[Any, tuple[Any, ...]], Any]
 
 
 def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclass") -> contract.FlattenFunctions:
-    """Make the flatten, keyed flatten and unflatten functions of a class from its declared fields."""
+    """Make ``flatten``, ``flatten_with_keys`` and ``unflatten`` functions for a class from its declared fields."""
     contract.require_node(cls, caller)
     for fits, read in _READERS:
         if fits(cls):
@@ -44,8 +44,8 @@ def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclas
         raise InvalidRegistrationError(f"{caller}: {describe_class(cls)} is always a leaf and cannot be registered.")
     raise InvalidRegistrationError(
         f"{caller}: {describe_class(cls)} does not declare its fields: it is not a dataclass, an attrs class, a "
-        "pydantic model, a mapping, a class with tree_flatten() and tree_unflatten(), or one with only __slots__. "
-        "Name the attributes that hold tensors, and the fixed attributes:\n"
+        "pydantic model, a mapping, a class with tree_flatten() and tree_unflatten(), or a class with only "
+        "__slots__. Name the attributes that hold tensors, and the fixed attributes:\n"
         f"    register({cls.__qualname__}, children=['x', 'y'], static=['name'])"
     )
 
@@ -75,7 +75,7 @@ def _jax_functions(cls: Any) -> contract.FlattenFunctions:
 def functions_of_jax(
     cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
 ) -> tuple[contract.Flatten, contract.FlattenWithKeys | None, contract.Unflatten]:
-    """Convert JAX functions to functions for torch; either ``flatten`` or ``flatten_with_keys`` may be ``None``."""
+    """Convert the functions that flatten and unflatten a class from the form that JAX expects to torch's form."""
 
     def torch_flatten(obj: object) -> tuple[list[Any], Any]:
         children, static = flatten(obj)  # type: ignore[misc] # returned only if it is not None
@@ -248,8 +248,8 @@ def _not_an_item(obj: object, name: str, names: list[str]) -> RoundTripError:
     else:
         line = f"register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
     return RoundTripError(
-        f"{cls.__qualname__}: its attribute {name!r} would be lost: only items are exported. Store the value as an "
-        f"item, or register the class (static data in static=[...]):\n    {line}"
+        f"{cls.__qualname__}: its attribute {name!r} would be lost, because only the items of a mapping are exported. "
+        f"Store it as an item, or register the class with the attribute (static data in static=[...]):\n    {line}"
     )
 
 
@@ -276,8 +276,8 @@ def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
                 ", ".join(f"{key!r}: {type(value).__name__}" for key, value in held.items()) for held in (found, items)
             )
             raise RoundTripError(
-                f"{cls.__qualname__}: its constructor changes the items: {{{made}}} instead of {{{given}}}. To rebuild "
-                f"it without its constructor:\n    register({cls.__qualname__}, children=[])"
+                f"{cls.__qualname__}: its constructor got the items {{{given}}}, but the instance has {{{made}}}. To "
+                f"rebuild instances without the constructor:\n    register({cls.__qualname__}, children=[])"
             )
         return obj
 

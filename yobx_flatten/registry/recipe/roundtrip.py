@@ -17,7 +17,7 @@ from .contract import UNSET, Recipe, hashable, held_attributes, is_derived
 def check_round_trip(recipe: Recipe, sample: object) -> None:
     name = recipe.cls.__qualname__
     if type(sample) is not recipe.cls:
-        raise RoundTripError(f"f_check of {name} returned a {type(sample).__qualname__}; return an instance of {name}.")
+        raise RoundTripError(f"{name}: f_check must return a {name} for a test, not a {type(sample).__qualname__}.")
     for check in CHECKS.values():
         check(recipe, sample)
 
@@ -108,7 +108,7 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
     if recorder.operators:
         raise RoundTripError(
             f"{recipe.cls.__qualname__}: f_unflatten must not make tensors, but calls {', '.join(recorder.operators)}. "
-            "New tensors become constants of the program. Return the tensor as a child, or create it in the model."
+            "New tensors are constants of a program. Let f_flatten return them as children, or make them in the model."
         )
 
 
@@ -119,9 +119,9 @@ def _check_placeholders(recipe: Recipe, sample: object) -> None:
 
     def failure(error: Exception) -> RoundTripError:
         return RoundTripError(
-            f"{recipe.cls.__qualname__}: f_unflatten fails with placeholders instead of the children "
-            f"({type(error).__name__}: {error}). Store the children without reading them, and put computed values into "
-            "the static part."
+            f"{recipe.cls.__qualname__}: f_unflatten fails with placeholders, which torch.export and JAX pass as "
+            f"children ({type(error).__name__}: {error}). f_unflatten must store the children without reading them; "
+            "f_flatten can store computed values in the static part."
         )
 
     with raised_as(failure):
@@ -143,7 +143,8 @@ def _check_stored(recipe: Recipe, sample: object) -> None:
         stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
     if stored != spec:
         raise RoundTripError(
-            f"{name}: its stored tree spec differs, so a loaded program fails.\n  before: {spec}\n  after:  {stored}"
+            f"{name}: its tree spec changes when it is stored and loaded, so a loaded program fails.\n  before: {spec}"
+            f"\n  after:  {stored}"
         )
 
 
@@ -151,7 +152,7 @@ def _check_cpp(recipe: Recipe, sample: object) -> None:
     cxx = sys.modules.get("torch.utils._cxx_pytree")
     if cxx is not None and not _same(cxx.tree_leaves(sample), pytree.tree_leaves(sample)):
         name = recipe.cls.__qualname__
-        raise RoundTripError(f"{name}: torch's C++ and Python pytree give different leaves. Register {name} only once.")
+        raise RoundTripError(f"{name}: torch's C++ and Python pytree flatten it differently. Register it only once.")
 
 
 CHECKS: dict[str, Callable[[Recipe, Any], None]] = {

@@ -297,7 +297,6 @@ def check_spec(text: str) -> None:
 
 
 def _dicts(tree: object) -> Iterator[dict[str, Any]]:
-    """Yield all dicts in a JSON document, at every level of nesting."""
     if isinstance(tree, str):
         try:
             tree = json.loads(tree)
@@ -359,7 +358,7 @@ _KNOWN = re.compile(
 
 
 def import_known(module: str) -> None:
-    """Import a module that a file names, if files may import this module."""
+    """Import a module that a file names, if the module is one of those that files may import."""
     if module in sys.modules or _KNOWN.fullmatch(module) is None:
         return
     try:
@@ -381,8 +380,8 @@ def find_named(name: object, kind: str) -> Any:
     import_known(module)
     if module not in sys.modules:
         raise NotRegisteredError(
-            f"The file holds {qualified} of the module {module}, which is not imported, and a file cannot cause an "
-            f"import. Import it first:\n    import {module}"
+            f"The file contains {qualified} of the module {module}, which is not imported. Loading a file imports only "
+            f"modules of known libraries. Import the module first:\n    import {module}"
         )
     found: Any = sys.modules[module]
     for part in qualified.split("."):

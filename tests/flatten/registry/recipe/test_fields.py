@@ -363,7 +363,7 @@ class Reads:
     [
         # the message quotes the name, which would end in the source
         *((Cell, ["hidden", name], [], f"{name!r} is not the name of") for name in ["a b", "class", "", "a.b", "0"]),
-        (Cell, ["size"], ["size"], "'size' of .*Cell is given twice"),
+        (Cell, ["size"], ["size"], "attribute 'size' of .*Cell is given twice"),
         (Slotted, ["a"], ["b", "c"], "Slotted has no slot 'c'"),
         (Reads, ["hidden"], [], "'hidden' is a property without a setter"),
         (Reads, [], ["hidden"], "'hidden' is a property without a setter"),

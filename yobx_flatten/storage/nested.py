@@ -115,7 +115,7 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
         return found
     name = type(found).__name__
     raise InvalidArgumentError(
-        f"load_nested: {os.fspath(path)} contains a {describe_class(type(found))}, but expected= names another "
+        f"load_nested: {os.fspath(path)} contains a {describe_class(type(found))}, but expected= is another "
         f"class. Pass the class of the value:\n    load_nested({os.fspath(path)!r}, expected={name})"
     )
 

@@ -209,7 +209,7 @@ def test_a_value_of_the_expected_class_comes_back_and_another_is_refused_with_th
     with pytest.raises(InvalidArgumentError) as raised:
         load_nested(path, expected=dict[str, torch.Tensor])
     assert str(raised.value) == (
-        f"load_nested: {path} contains a builtins.list, but expected= names another class. Pass the class of the value:\n"
+        f"load_nested: {path} contains a builtins.list, but expected= is another class. Pass the class of the value:\n"
         f"    load_nested({path!r}, expected=list)"
     )
 

@@ -72,7 +72,7 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def all_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a nested value, including tensors that share memory; modules are not searched."""
+    """Yield each plain tensor in a nested value, but not the tensors in modules."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -151,9 +151,9 @@ class Rebuilding:
         if copies and made.device != (device := copies[0].device):
             kind = type(tensor)
             raise ConfigError(
-                f"A weight of class {kind.__module__}.{kind.__qualname__} is rebuilt from tensors on "
-                f"{device} but reports that it is on {made.device}: the class keeps the device in its "
-                "metadata. Quantize with another class, or run on virtual devices:\n"
+                f"A weight of class {kind.__module__}.{kind.__qualname__} was copied to {device}, but the copy reports "
+                f"that it is on {made.device}, because the class stores the device in its metadata. Quantize with "
+                "another class, or run on virtual devices:\n"
                 '    wrap_model_to_roundpipe(model, devices="virtual:2")'
             )
         return made
@@ -274,8 +274,8 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> s
     def refused(error: Exception) -> str:
         shown = f"({type(error).__name__}: {first_line(error):.80})"
         if parameter.requires_grad:
-            return f"whose class does not copy it {shown}, and {trains}"
-        return f"which cannot be rebuilt from copies {shown}."
+            return f"which cannot be copied {shown}, and {trains}"
+        return f"which cannot be rebuilt from copies of its tensors {shown}."
 
     # a tensor subclass may raise any error for operators that it does not support
     return result_or(lambda: _difference(owner, parameter), refused)

@@ -59,7 +59,7 @@ class _Place:
 
 
 class DiskMemory:
-    """Stores tensors in a memory-mapped scratch file, by key; the memory of a deleted tensor is reused."""
+    """Stores tensors by key in a memory-mapped scratch file."""
 
     def __init__(self, folder: pathlib.Path, *, together: int = _TOGETHER, backlog: int = _BACKLOG) -> None:
         self.folder = folder
@@ -285,7 +285,7 @@ def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[lis
 
 
 def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Iterator[int]:
-    """Yield the index of each group of tensors while the group is in memory; the next group is loaded meanwhile."""
+    """Load groups of tensors from disk one after the other, and yield the index of the group that is in memory."""
     memory = next((found for group in groups for tensor in group if (found := disk_of(tensor)) is not None), None)
     if memory is None:
         yield from range(len(groups))

@@ -102,7 +102,7 @@ class Device(Protocol):
         """
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
-        """Wait for enough memory, then run one pipeline stage in a with block: copy, use and release its parameters.
+        """Return a context manager for the work of one pipeline stage, which waits until the device has enough memory.
 
         Args:
             nbytes: size of the parameters and gradients of the stage in bytes; 1 by default.

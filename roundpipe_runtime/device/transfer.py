@@ -183,8 +183,8 @@ def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
             continue
         if type(parameter.data) is not torch.Tensor or parameter.layout != torch.strided:
             raise ConfigError(
-                f"A trainable {type(parameter.data).__name__} {tuple(parameter.shape)} cannot be converted to the "
-                "optimizer's dtype. Freeze it, or use master weights:\n    RoundPipe(model, update='masters')"
+                f"A trainable {type(parameter.data).__name__} of shape {tuple(parameter.shape)} cannot be converted to "
+                "the optimizer's dtype. Freeze it, or use master weights:\n    RoundPipe(model, update='masters')"
             )
         parameter.__dict__.setdefault(_SENT_AS, parameter.dtype)
         parameter.data = parameter.data.to(dtype)
@@ -227,7 +227,7 @@ def is_block_mask(value: Any) -> bool:
 
 
 def leaf_test() -> Callable[[Any], bool] | None:
-    """Return a pytree ``is_leaf`` function that keeps ``BlockMask`` whole; ``None`` if torch does not flatten it."""
+    """Return a pytree ``is_leaf`` function that keeps ``BlockMask`` whole; ``None`` if torch keeps it whole already."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return is_block_mask if module is not None and module.BlockMask in pytree.SUPPORTED_NODES else None
 

@@ -84,7 +84,7 @@ class VirtualDevice(Device):
             if before + size > self.memory_limit:
                 raise DeviceMemoryError(
                     f"{self.name} is out of memory: it uses {before} of {self.memory_limit} bytes, and {size} more "
-                    f"were requested ({tuple(like.shape)}, {like.dtype})."
+                    f"were requested for a tensor of shape {tuple(like.shape)} and dtype {like.dtype}."
                 )
             self.peak = max(self.peak, before + size)
         tensor = torch.empty_like(like, requires_grad=False)
@@ -104,7 +104,7 @@ class VirtualDevice(Device):
         if self.check and (found := _owner_of(tensor)) is not None:
             owner, _ = found
             raise UseAfterReleaseError(
-                f"{self.name}: copy_in takes host memory, but this {_drawn(tensor)} is on {owner}. Call copy_out."
+                f"{self.name}: copy_in needs a host tensor, but this {_drawn(tensor)} is on {owner}. Call copy_out."
             )
         with torch.no_grad():
             return self.allocate(tensor).copy_(tensor)

@@ -234,7 +234,7 @@ class Uninterrupted:
 
 
 def wait_for(future: Future[T]) -> T:
-    """Wait until a future is done and return its result; Ctrl-C ends only the wait."""
+    """Wait until a future is done and return its result; Ctrl-C ends the wait, but not the work."""
     # Ctrl-C during `Future.result` can raise `RuntimeError`, or leave the lock of the future locked
     # (https://github.com/python/cpython/issues/78667)
     news: queue.SimpleQueue[object] = queue.SimpleQueue()  # signal handlers can use a SimpleQueue
@@ -274,7 +274,7 @@ def generator_alone(timeout: float = -1) -> Iterator[None]:
     # timeout: seconds to wait for the lock. Default: no limit.
     lock = generator_lock()
     if not lock.acquire(timeout=timeout):
-        raise TimeoutError(f"Another thread held the CPU's random generator for more than {timeout} s.")
+        raise TimeoutError(f"Gave up after {timeout} s: another thread still uses torch's CPU random generator.")
     try:
         inside = _INSIDE.set(threading.RLock())
         try:

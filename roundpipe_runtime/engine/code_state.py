@@ -121,7 +121,7 @@ def _named(functions: Sequence[object]) -> list[threading.local]:
 
 
 def values_of(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the values that a function uses: its closure, its defaults, globals, and attributes of modules."""
+    """Yield the values that a function uses: its closure, its defaults, globals, and attributes of Python modules."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # a variable that has no value yet
             yield cell.cell_contents
@@ -143,7 +143,7 @@ def values_of(function: types.FunctionType) -> Iterator[Any]:
 
 
 def is_due(count: int) -> bool:
-    """Return whether the next pipeline call is checked, after ``count`` calls with inputs of the same structure.
+    """Return whether a check in calls 1, 2, 4, 8 ... is due in the next call, after ``count`` calls.
 
     >>> [count + 1 for count in range(20) if is_due(count)]
     [1, 2, 4, 8, 16]
@@ -157,7 +157,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class Repeats:
-    """Decides which pipeline calls are checked, by counting calls and detecting changed layers and loss functions."""
+    """Decides when a check of layers or of a loss function is repeated, by counting calls and detecting changes."""
 
     def __init__(self) -> None:
         self._calls: collections.Counter[Hashable] = collections.Counter()

@@ -220,7 +220,7 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
         )
     if given.get("dynamic", True) is None:
         raise ConfigError(
-            "compile: dynamic=None compiles a layer again at the second size, so the recomputation would run different "
-            "code than the forward. Write dynamic=True, which is the default, or dynamic=False for batches of one size."
+            "compile: dynamic=None compiles a layer again at the second size of its inputs, so the recomputation would "
+            "run different code than the forward. Leave dynamic out, or use dynamic=False for batches of one size."
         )
     return dict(given)

@@ -246,7 +246,7 @@ class Engine(RunLifecycle):
                 self.row_check.end()
 
     def cut(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
-        """Split this process's rows of a batch into groups, and each group into microbatches."""
+        """Split this process's rows of a batch into groups (see ``replicas``), and each group into microbatches."""
         count = len(self.groups.own)
         check_labels(batch.label)
         if count == 1:
@@ -255,8 +255,8 @@ class Engine(RunLifecycle):
         groups = split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
         if len(groups) > count:
             raise ConfigError(
-                f"A split function or RoundPipePackedData gives {len(groups)} parts, but this rank has {count} groups "
-                "of rows (replicas=). Give one part per group, or pass whole tensors."
+                f"This rank splits its rows of a batch into {count} groups (replicas=), but a split function or "
+                f"RoundPipePackedData gives {len(groups)} parts. Give one part per group, or pass whole tensors."
             )
         if self.row_check is not None:
             self.row_check.check(self, batch, [group.rows for group in groups], config)
@@ -309,8 +309,8 @@ class _Pipeline(torch.autograd.Function):
         engine, run = ctx.engine, ctx.run
         if torch.is_grad_enabled():
             raise StageError(
-                "create_graph=True asks for second-order gradients, and a pipeline supports one backward. Use the "
-                "model itself:\n    model = pipeline.model"
+                "create_graph=True asks for second-order gradients, which a pipeline cannot compute. Compute them with "
+                "the model itself:\n    model = pipeline.model"
             )
         if run is None:
             raise StageError(

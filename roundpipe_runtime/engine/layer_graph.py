@@ -151,7 +151,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
-    """Run a backward, with the CPU's random generator locked if the backward recomputes a forward (checkpointing)."""
+    """Run a backward; lock the CPU's random generator if the backward may recompute a forward (checkpointing)."""
     # A profiler looks for checkpointing in the first call of each layer only, so checkpointing that starts later is
     # missed. If the thread already has a profiler, checkpointing cannot be detected, so each backward takes the lock.
     if traits_of(code).reenters.get(bool(getattr(code, "training", True))) is False:
@@ -220,10 +220,10 @@ def check_leaves(
         attributes = [(part, *pair) for part in layer.module.modules() for pair in vars(part).items()]
         tensors = [one for one in attributes if isinstance(one[2], torch.Tensor) and one[2].requires_grad]
         names = [f"{type(part).__name__}.{name}" for part, name, _ in tensors]
-        what = f"reads {names[0]}, which requires a gradient" if names else "reads a tensor that requires a gradient"
+        what = f"reads {names[0]}" if names else "reads a tensor"
         raise StageError(
-            f"{layer.title} {what}, of shape {tuple(leaf.shape)}, which is neither an input nor a parameter of the "
-            "layer. Its gradient would be wrong, because the backward of a layer reaches only inputs and parameters. "
+            f"{layer.title} {what} of shape {tuple(leaf.shape)}, which requires a gradient, but is not an input or "
+            "parameter of the layer. Its gradient would be wrong: the backward of a layer reaches only these. "
             "Make it an input or a parameter:\n    model(x, delta)\n    layer.delta = torch.nn.Parameter(delta)"
         )
 
@@ -239,7 +239,7 @@ _LOOSE = _references()
 
 
 def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
-    """Make a later backward raise an error if it reaches a layer call through a tensor that is not an output."""
+    """Make a later backward raise an error if it reaches a layer call by a tensor that the layer did not return."""
     # leaves: inputs or parameters of a call that has ended; only an escaped tensor can still refer to them
     for leaf in leaves:
         if leaf is not None and leaf.requires_grad and tensor_use_count(leaf) > 1:

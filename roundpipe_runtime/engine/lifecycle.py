@@ -52,7 +52,7 @@ from .stage.visit import CopyVisit, Visit, run_stage
 
 
 class CannotTryError(Exception):
-    """The layers cannot be checked, because the layers do not run on a few rows of a batch."""
+    """The layers cannot be checked, because a trial with a few rows of a batch raised an error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ _USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[RunLifecycle]] = weakr
 
 
 class RunLifecycle:
-    """Prepares forward and backward of a model, executes the stages on devices, and commits results to the model."""
+    """Prepares forward and backward of a model, executes the stages on devices, and writes results to the model."""
 
     # take_gradient: function that is called with each parameter and its gradient after each microbatch's backward
     # through a layer. If the function returns true, the gradient is not stored in the parameter.
@@ -272,7 +272,7 @@ class RunLifecycle:
         )
 
     def execute(self, run: Run, inputs: Sequence[HostValue]) -> None:
-        """Run the stages of a run, except backward stages that :meth:`execute_backward` runs later."""
+        """Execute the stages of ``run``, except backward stages that :meth:`execute_backward` executes later."""
         run.start_all(inputs)
         self._execute(run, [stage for stage in run.spec.stages if run.spec.kind != "train" or stage.kind == "forward"])
 

@@ -99,7 +99,7 @@ class Sample:
         number, (held, spec) = len(pytree.tree_leaves(outputs[0])), pytree.tree_flatten((outputs[0], labels[0]))
         leaves = [held, *(pytree.tree_leaves(one) for one in zip(outputs[1:], labels[1:], strict=True))]
         if len({len(one) for one in leaves}) > 1:
-            raise SplitError("The outputs of different rows have different structures.")
+            raise SplitError("The outputs or labels of some rows have a different structure than those of all rows.")
         of_tensors: list[Role] = ["output" if place < number else "label" for place in range(len(held))]
         roles = [role if isinstance(leaf, torch.Tensor) else None for role, leaf in zip(of_tensors, held, strict=True)]
         return cls(leaves, [one.rows or 0 for one in given], roles, dict(enumerate(others, number)), spec)
@@ -164,7 +164,7 @@ class Sample:
 
     @functools.cached_property
     def axes(self) -> list[int | None]:
-        """The axis along which each leaf is split into parts; ``None`` for a leaf that is not split."""
+        """The axis along which each output and label is split into parts; ``None`` for a value that is not split."""
         found: list[int | None] = []
         for whole, *parts in zip(*self.leaves, strict=True):
             axes: list[int] = []
@@ -178,7 +178,7 @@ class Sample:
 
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
-    """Restore the loss function ``called`` and random generators after trial calls in the with block."""
+    """After trial calls in the with block, restore the state of the loss function ``called`` and random generators."""
     # yields: function to run before each call of the loss function, which gets the number of the part of the rows
     # no other thread draws meanwhile; 16-bit rounding by autocast would hide wrong weights; warnings about single rows
     # do not concern the user
@@ -211,7 +211,7 @@ def loss_code(function: Any) -> Hashable:
 
 
 class LossChecks:
-    """Checks how the losses of microbatches add up, and stores the results for later pipeline calls."""
+    """Checks how the losses of microbatches add up to the loss of the batch, and caches the results."""
 
     def __init__(self) -> None:
         self.proofs: dict[Hashable, LossProof] = {}

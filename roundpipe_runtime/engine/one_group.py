@@ -32,7 +32,7 @@ from .run import Run
 
 
 class OneGroup:
-    """Runs each batch of a pipeline in one process, as a single group of rows."""
+    """Runs a pipeline in one process without ``replicas``: each batch is one group of rows."""
 
     # `engine` is the `Engine` of `driver`, whose base class imports this file
 
@@ -52,7 +52,7 @@ class OneGroup:
         return StepRunner(store, table, scan)
 
     def begin(self, engine: Any, model: nn.Module) -> None:
-        """Check that all ranks create the same engine and model."""
+        """Check that all ranks create the same engine and model; no effect with one process."""
 
     def entering(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that sends errors to ranks that wait for this rank; no effect with one process."""
@@ -120,7 +120,7 @@ class Cutting(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One call of ``forward_backward``, whose rows are split into groups, and each group into microbatches."""
+    """One call of ``forward_backward``; its batch is split into groups of rows, and each group into microbatches."""
 
     parts: list[list[FlatMicrobatch]]  # microbatches of each group of this process
     firsts: list[int]  # index of the first microbatch of each group of this process in the batch
@@ -164,7 +164,7 @@ def host_value(
 
 
 def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> None:
-    """Continue the backward through the autograd graph that computed the inputs, such as that of another pipeline."""
+    """Continue the backward into the autograd graph that computed the pipeline's inputs, such as another pipeline."""
     # scale: factor for the gradients, which is known after all losses of the batch
     tensors, gradients = [], []
     for number, on_host in enumerate(host_values):

@@ -103,7 +103,7 @@ class Planner:
         return plan
 
     def prefers_one_thread(self, kind: RunType) -> bool:
-        """Return whether one thread should run all devices: if they are on the CPU and mostly run short layers."""
+        """Return whether one thread should run all devices: on the CPU, if most time is spent in short layers."""
         on_cpu = all(device.torch_device.type == "cpu" for device in self._devices)
         return on_cpu and self.measured(kind).share_below(_BRIEF) > 0.5
 
@@ -125,7 +125,7 @@ class Planner:
 
 
 def stage_limit(memory_limit: float | None) -> float | None:
-    """Return how many bytes of device memory one stage may use, while the next stage is loaded in parallel."""
+    """Return how many bytes one stage may use: half of the limit, because the next stage is loaded meanwhile."""
     return None if memory_limit is None else memory_limit * 1e9 / 2
 
 

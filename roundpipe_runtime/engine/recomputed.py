@@ -269,7 +269,7 @@ def save_for_recompute(*data: Any) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise StageError(
                 f"save_for_recompute: a tensor of shape {tuple(leaf.shape)} requires a gradient, which would not "
-                "flow through the recomputation. Keep tensor.detach()."
+                "flow through the recomputation. Save tensor.detach()."
             )
     call.data = data
 
@@ -279,7 +279,7 @@ def restart_generators() -> None:
 
 
 def doing_recompute() -> bool:
-    """Report whether the running call of a layer recomputes activations, in a backward stage.
+    """Return whether the current call of a layer is a recomputation for the backward.
 
     >>> doing_recompute()  # outside of a pipeline
     False
@@ -288,7 +288,7 @@ def doing_recompute() -> bool:
 
 
 def get_recompute_data() -> tuple[Any, ...]:
-    """Return what :func:`save_for_recompute` saved in the first forward of this layer call.
+    """Return, in a recomputation, the data that :func:`save_for_recompute` saved in the forward of the same layer call.
 
     Returns:
         The arguments of :func:`save_for_recompute`, as a tuple.

@@ -121,8 +121,8 @@ class RowCheck:
             if self._failures[kind] == 2:  # at the second call with similar inputs
                 self._shown.add(kind)
                 errors.warn(
-                    "RoundPipe could not check whether layers mix rows of a batch, as they do not run on part of the "
-                    f"batch: {reason}. If they do, run the batch as one microbatch:\n"
+                    "RoundPipe could not check whether layers mix rows of a batch, because the layers fail on a few "
+                    f"rows: {reason}. If a layer mixes rows, run the batch as one microbatch:\n"
                     "    RoundPipeRunConfig(num_microbatch=1)",
                     RoundPipeWarning,
                 )
@@ -366,7 +366,7 @@ def few_rows(
 
 
 def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) -> list[Any]:
-    """Return the tensors for one part of the rows; a tensor that belongs to all rows is not split."""
+    """Return the tensors for one part of the rows; a tensor that all rows share is returned whole."""
     # cut: tensors of the part; some: tensors of the rows before the cut; of_batch: tensors of all rows
     # A leaf is shared if its shape is that of the leaf of the whole batch. If all shapes are equal, no leaf is shared.
     same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(some, of_batch, strict=False)]

@@ -142,7 +142,7 @@ Trial: TypeAlias = Literal["parts", "others"]
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """The settings of one run, such as pipeline stages, seeds and loss function."""
+    """The settings of one forward and its backward, such as pipeline stages, seeds and loss function."""
 
     kind: RunType  # `"infer"`, `"train"` (forward now, backward later) or `"fused"`
     stages: Sequence[Stage]  # in the order of dispatch

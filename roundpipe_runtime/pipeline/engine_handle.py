@@ -195,7 +195,7 @@ class EngineHandle(ModelProxy):
         return self._rp_engine.planner.memory_limit()
 
     def layer_costs(self) -> list[LayerCost]:
-        """Return the cost of each layer, which is estimated until the pipeline has run, and then measured."""
+        """Return the time and memory of each layer; the time is an estimate until the pipeline has run."""
         return self._rp_engine.planner.layer_costs()
 
     @property
@@ -339,8 +339,8 @@ class EngineHandle(ModelProxy):
         is_in_backward = isinstance(engine.store, InBackwardStore)
         if is_in_backward and is_async is True:
             raise ConfigError(
-                'update="in_backward" has stepped the parameters already, so the next forward cannot use the '
-                "parameters from before the step:\n    model.step(step_fn)"
+                'is_async=True lets the next forward use the parameters from before the step, but update="in_backward" '
+                "has already updated the parameters. Leave is_async out:\n    model.step(step_fn)"
             )
         if is_in_backward or not is_async:
             with gradient_mode_kept():
@@ -386,7 +386,7 @@ class EngineHandle(ModelProxy):
         self._rp_engine.zero_grad(set_to_none)
 
     def progress(self) -> PipelineProgress:
-        """Return the training state of the pipeline that is not in its state dict.
+        """Return the training progress that the state dict does not contain, such as the master weights.
 
         Returns:
             The number of completed calls, the master weights and gradients (not copied), and the value of ``replicas``.
@@ -412,8 +412,8 @@ class EngineHandle(ModelProxy):
             self._rp_engine.groups.replicas = replicas
             return
         warn(
-            f"The loaded training split its batches into {replicas} groups, and {self.name} splits them into "
-            f"{self.replicas}, so sums are added in a different order. For identical results:\n"
+            f"The loaded training split each batch into {replicas} groups of rows, but {self.name} makes "
+            f"{self.replicas} groups, so it adds up losses and gradients in a different order. For identical results:\n"
             f"    RoundPipe(..., replicas={replicas})",
             RoundPipeWarning,
         )
@@ -525,5 +525,5 @@ class PipelineOptions:
 
     @property
     def has_groups(self) -> bool:
-        """Whether a batch is split into groups, on one rank or on several."""
+        """Whether batches are split into groups of rows, because ``mesh`` or ``replicas`` was given."""
         return self.mesh is not None or self.replicas is not None

@@ -314,7 +314,7 @@ class RoundPipe(EngineHandle):
             if not self._rp_runs_model and (found := next((name for name in CALL_HOOKS if held[name]), None)):
                 raise StageError(
                     f"{self.name}: the {kind} has {found.strip('_').replace('_', ' ')}, which forward_backward does "
-                    f"not run, as it calls the layers and not the {kind}. Register hooks on a layer:\n"
+                    "not run, because it calls the layers directly. Register hooks on a layer:\n"
                     "    model[0].register_forward_pre_hook(hook); model[-1].register_forward_hook(hook)"
                 )
             config = self._rp_config(run_config)
@@ -353,8 +353,8 @@ class RoundPipe(EngineHandle):
             self._rp_warned_of_loss = True
             warn(
                 f"The loss cannot be computed from the losses of microbatches: {error.proof.reason} So the loss is "
-                "computed once from all outputs, which must fit in memory together. To compute the loss so without "
-                'this warning: loss_reduction="joined".',
+                "computed once from all outputs, which must fit in memory together. To do this without a warning, set "
+                'loss_reduction="joined".',
                 RoundPipeWarning,
             )
         return found

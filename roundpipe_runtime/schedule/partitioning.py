@@ -86,14 +86,14 @@ def layer_costs(model: Any) -> list[LayerCost]:
     else:
         raise PlanError(f"Expected a pipeline, an nn.Module or a list of LayerCost, found {type(model).__qualname__}.")
     if not found:
-        raise PlanError("A model without layers has no plan.")
+        raise PlanError("A plan needs a model with at least one layer.")
     return found
 
 
 def analytic_cost(
     layer: nn.Module, gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype
 ) -> LayerCost:
-    """Estimate from the parameters of a layer how many multiplications it needs per token, and its memory.
+    """Estimate a layer's multiplications per token and its memory from the layer's parameters.
 
     A matrix costs one multiplication per element; an embedding costs almost nothing. The estimate does not include work
     without parameters, such as attention over a long sequence.
@@ -173,7 +173,7 @@ class MeasuredCosts:
                 self._recent.setdefault(layer, collections.deque(maxlen=_RECENT)).append(seconds)
 
     def costs(self) -> list[LayerCost]:
-        """Return the cost of each layer in seconds; a layer without a measurement gets its scaled estimate.
+        """Return the cost of each layer in seconds; a layer without a measurement gets its estimate, scaled to seconds.
 
         Before the first measurement, the estimated costs are returned unchanged.
         """

@@ -87,7 +87,7 @@ class ModelExecutePlan:
         if run_type not in ("infer", "train", "fused"):
             raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
         if num_layers < 1:
-            raise PlanError("A model without layers has no plan.")
+            raise PlanError("A plan needs a model with at least one layer.")
         _check_copies(self.last_stage_copies)
         forward, backward = _check_stages("fwd_plan", self.fwd_plan), _check_stages("bwd_plan", self.bwd_plan)
         if run_type == "infer":
@@ -96,7 +96,7 @@ class ModelExecutePlan:
         after_fused = num_layers
         if run_type == "fused":
             if not backward:
-                raise PlanError('bwd_plan is empty. If run_type is "fused", bwd_plan must begin with the last layers.')
+                raise PlanError('bwd_plan is empty. With run_type="fused", its first stage must run the last layers.')
             after_fused = backward[0].start
         _check_order("bwd_plan", backward[::-1], range(num_layers))
         _check_order("fwd_plan", forward, range(after_fused), fused=run_type == "fused")
@@ -195,7 +195,7 @@ def _check_number(name: str, value: Any) -> None:
 
 def _check_copies(value: Any) -> None:
     if type(value) is not int or value < 1:
-        raise PlanError(f"last_stage_copies must be an int of at least 1, a number of devices; found {value!r}.")
+        raise PlanError(f"last_stage_copies must be an int of at least 1 (a number of devices), found {value!r}.")
 
 
 def _range(stage: Sequence[int]) -> range:
@@ -213,7 +213,7 @@ def _check_stages(name: str, stages: Any) -> list[range]:
         if not all(type(layer) is int for layer in layers):
             raise PlanError(f"{name}[{index}] must contain indices of layers, found {layers}.")
         if layers[0] < 0:
-            raise PlanError(f"{name} has no layer {layers[0]} to run: layers are counted from 0.")
+            raise PlanError(f"{name} contains layer {layers[0]}, but layers are counted from 0.")
         for before, layer in itertools.pairwise(layers):
             if layer != before + 1:
                 what = "repeated" if layer == before else "missing" if layer > before + 1 else "out of order"
@@ -254,5 +254,5 @@ def _check_order(name: str, stages: Sequence[range], layers: range, *, fused: bo
         order = "in order" if is_forward else "in order from the last to the first"
         needed = f"must contain each of the layers {layers.start} to {layers.stop - 1} once, {order}"
     if fused and is_forward:
-        needed += "; the first stage of bwd_plan runs the layers from there on forward and backward"
-    raise PlanError(f"{name} {problem}: it is [{written}], and {needed}.")
+        needed += "; the first stage of bwd_plan runs forward and backward of the other layers"
+    raise PlanError(f"{name} {problem}: it is [{written}], but {needed}.")

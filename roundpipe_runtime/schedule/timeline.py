@@ -228,7 +228,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
     )
     events = content.get("traceEvents")
     if not isinstance(events, list):
-        raise TimelineFileError(f"The file {name} is not a timeline file: it is JSON, but not a trace. {_FIX}")
+        raise TimelineFileError(f"The file {name} is not a timeline file: its JSON has no list of events. {_FIX}")
     named = [one for one in events if isinstance(one, dict) and one.get("name") == "thread_name"]
     named = [one for one in named if isinstance(one.get("args"), dict) and isinstance(one.get("tid"), int)]
     devices = {one["tid"]: one["args"]["name"] for one in named if isinstance(one["args"].get("name"), str)}
@@ -236,7 +236,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
     tasks = [(number, one) for number, one in enumerate(events) if not isinstance(one, dict) or one.get("ph") != "M"]
     timeline.records = [_record(event, devices, f"{name}, event {number}") for number, event in tasks]
     if not timeline.records:
-        raise TimelineFileError(f"The file {name} contains no records: nothing ran while it was written.")
+        raise TimelineFileError(f"The file {name} contains no records: no pipeline ran while it was recorded.")
     found = content.get("otherData")
     other: dict[str, Any] = found if isinstance(found, dict) else {}
     sizes: list[Any] = [other.get(key) for key in ("uploaded", "skipped")]  # missing in files of earlier versions
@@ -256,7 +256,7 @@ def _record(event: Any, devices: dict[Any, str], place: str) -> Record:
     if device is None or not is_task:
         raise TimelineFileError(f"{place} was not written by a RoundPipe model. Did another program write the trace?")
     if not all(type(time) in (int, float) and abs(time) < _FOREVER for time in times) or times[1] < 0:
-        raise TimelineFileError(f"{place} has no time: ts is {times[0]!r}, dur is {times[1]!r}.")
+        raise TimelineFileError(f"{place} has no valid start and duration: ts is {times[0]!r}, dur is {times[1]!r}.")
     stage, microbatch, layer = numbers
     start = times[0] / 1e6
     return Record(stage, microbatch, device, kind, start, start + times[1] / 1e6, layer)

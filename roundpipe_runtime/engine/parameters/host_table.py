@@ -248,7 +248,7 @@ def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor,
 
 @on_tables(functional.linear)
 def linear_of_table(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    """Compute ``functional.linear`` with a table on the host, which is copied and multiplied slice by slice."""
+    """Compute ``functional.linear`` with a weight in CPU memory, which is copied and multiplied slice by slice."""
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented
     access = weight.access

@@ -218,7 +218,7 @@ class RoutedParameters:
 
 
 def find_groups(layer: LayerContents) -> dict[str, Members]:
-    """Return the weights of the experts of a layer, by the name of the weight."""
+    """Return the expert weights of a layer: for each name of a weight, the parameters of all experts."""
     # Names have `*` instead of an index in a list. If an expert itself is a `ModuleDict`, the names contain its keys.
     names = dict(_names(layer.module, ""))
     times = collections.Counter(id(slot.parameter) for slot in layer.slots)
@@ -280,7 +280,7 @@ class KnownRows:
         self._rows: list[int] = []
 
     def find(self, of: torch.Tensor, find: Callable[[torch.Tensor], list[int]]) -> list[int]:
-        """Return the rows that an index tensor selects, from the cache if the tensor is unchanged."""
+        """Return the rows that an index tensor selects; for an unchanged tensor of the last call, they are cached."""
         known = None if self._of is None else self._of()
         if known is of and self._version == of._version:
             return self._rows

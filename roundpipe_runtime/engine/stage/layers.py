@@ -180,7 +180,7 @@ _NOT_OF_THE_LAYER = (RoundPipeError, torch.OutOfMemoryError, MemoryError)
 
 
 def steady_draws(spec: RunSpec, generator: VisitGenerator) -> contextlib.AbstractContextManager[object]:
-    """Make random functions constant in the with block, for trials that compare all rows with parts of the rows."""
+    """In a trial that compares a batch with parts of it, replace random numbers in the with block by constants."""
     return SteadyDraws(generator.of_device(), spec.types) if spec.trial == "parts" else _NOTHING
 
 
@@ -238,7 +238,7 @@ class LayerCall(CallState):
         if not self.is_repeatable():
             raise StageError(
                 f"{self.contents.title} must be called again to {what}, but has already written an input or a buffer "
-                "in place, so a second call would differ. Call the pipeline again, or write to copies in the layer."
+                "in place, so results would differ. Call the pipeline again, or write to copies in the layer."
             )
 
     def attempt_with_all(self, *, as_leaves: bool) -> None:

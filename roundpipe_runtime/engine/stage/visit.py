@@ -399,7 +399,7 @@ class CopyVisit(Visit):
                 names = [resident.contents.buffers[number].name for number in sorted(written)]
                 raise StageError(
                     f"{resident.title} wrote its buffer {names[0]!r}, but {self.stage.copies} devices run copies of "
-                    "the layer, so the buffers would differ. Use one:\n    RoundPipeRunConfig(last_stage_copies=1)"
+                    "the layer, so the buffers would differ. Use one copy:\n    RoundPipeRunConfig(last_stage_copies=1)"
                 )
         if self.stage.is_last_copy:
             self._add_until(self.spec.num_microbatch)

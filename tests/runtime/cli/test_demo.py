@@ -105,7 +105,7 @@ def test_a_pipeline_keeps_the_limit_that_plain_training_does_not():
     assert 4 * needs.weights <= needs.plain <= 4 * needs.weights + activations + MATRIX
     assert needs.refusal == (  # nine of twelve matrices fit to the last byte; the tenth does not
         f"the device is out of memory: it uses {9 * MATRIX} of {9 * MATRIX} bytes, and {MATRIX} more were requested "
-        "((64, 64), torch.float32)."
+        "for a tensor of shape (64, 64) and dtype torch.float32."
     )
     assert 2 * MATRIX < needs.pipeline <= LAYERS * MATRIX * 3 // 4 < needs.weights < needs.plain
 

@@ -95,8 +95,8 @@ def two(kind, trains=False):
         (lambda: quantized(scale=Slotted()), "stores tensors in its attribute 'scale', and a copy would lack these"),
         (lambda: quantized(scale=torch.ones(2), more=Slotted()), "tensors where the pipeline does not find them"),
         (lambda: two(Forgetful), "which has different values when it is rebuilt"),
-        (lambda: two(Refusing), r"cannot be rebuilt from copies \(ValueError: not here\)"),
-        (lambda: two(Sealed, trains=True), r"copy it \(NotImplementedError: unimplemented operator\), and it is tr"),
+        (lambda: two(Refusing), r"be rebuilt from copies of its tensors \(ValueError: not here\)"),
+        (lambda: two(Sealed, trains=True), r"copied \(NotImplementedError: unimplemented operator\), and it is tr"),
     ],
     ids=["slots", "more slots", "others", "error", "no copies"],
 )

@@ -184,7 +184,7 @@ def test_an_attribute_that_requires_a_gradient_is_refused(pipe, with_graph, clas
     source = torch.randn(3, 4, requires_grad=True)
     model = pipe(nn.Linear(4, 4), Shifted(4, 3))
     model[1].delta = source * 2 if with_graph else source
-    with pytest.raises(StageError, match=r"reads Shifted\.delta, which requires a gradient"):
+    with pytest.raises(StageError, match=r"reads Shifted\.delta of shape .*, which requires a gradient"):
         go_back(model, classic)
     assert source.grad is None
 

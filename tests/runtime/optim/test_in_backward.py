@@ -377,7 +377,7 @@ def test_a_step_next_to_the_next_run_has_been_done(wrap):
     """`is_async=True` would read weights from before the step; an optimizer given to another pipeline is refused."""
     pipe, optimizer, run = pipe_and_run(wrap)
     run()
-    with pytest.raises(ConfigError, match="has stepped the parameters already"):
+    with pytest.raises(ConfigError, match="has already updated the parameters"):
         pipe.step(optimizer.step, is_async=True)
     other = wrap(layers_of("plain"), **FLOAT)
     with pytest.raises(ConfigError, match=r"update=\"in_backward\""):

@@ -64,8 +64,8 @@ def test_copies_of_the_fused_stage_are_stages_of_their_own():
             "fused",
             [range(2)],
             BACKWARD,
-            "fwd_plan misses layer 2: it is [range(0, 2)], and must contain each of the layers 0 to 2 once, in order; "
-            "the first stage of bwd_plan runs the layers from there on forward and backward.",
+            "fwd_plan misses layer 2: it is [range(0, 2)], but must contain each of the layers 0 to 2 once, in order; "
+            "the first stage of bwd_plan runs forward and backward of the other layers.",
         ),
         ("infer", [range(3), range(2, 4)], [], "fwd_plan repeats layer 2"),
         ("infer", [range(5)], [], "fwd_plan names layer 4, which the model does not have"),
@@ -75,10 +75,10 @@ def test_copies_of_the_fused_stage_are_stages_of_their_own():
         ("train", [range(4)], [], "bwd_plan misses layer 0"),
         ("fused", [range(3)], [range(2, 3), range(2)], "bwd_plan misses layer 3"),
         ("fused", [range(4)], BACKWARD, "fwd_plan repeats layer 3"),
-        ("fused", [range(3)], [], 'bwd_plan is empty. If run_type is "fused", bwd_plan must begin with the last'),
+        ("fused", [range(3)], [], 'bwd_plan is empty. With run_type="fused", its first stage must run the last'),
         ("fused", [[0, 2]], BACKWARD, "fwd_plan[0] is [0, 2]: layer 1 is missing."),
         ("fused", [range(3)], [range(3, 4), [2, 1], [0]], "bwd_plan[1] is [2, 1]: layer 1 is out of order."),
-        ("fused", [range(-1, 3)], BACKWARD, "fwd_plan has no layer -1"),
+        ("fused", [range(-1, 3)], BACKWARD, "fwd_plan contains layer -1"),
         ("fused", [["a"]], BACKWARD, "fwd_plan[0] must contain indices of layers, found ['a']."),
         ("other", [range(4)], [], 'run_type must be "infer", "train" or "fused", found \'other\'.'),
     ],
@@ -132,7 +132,7 @@ def test_a_check_without_its_two_arguments_is_refused():
         ((4,), {}, "check_valid takes num_layers and run_type, found num_layers:"),
         ((), {}, "check_valid takes num_layers and run_type, found nothing:"),
         ((4, "fused"), {"layers": 3}, "found layers, num_layers, run_type:"),
-        ((0, "fused"), {}, "A model without layers has no plan"),
+        ((0, "fused"), {}, "A plan needs a model with at least one layer"),
     ]:
         with pytest.raises(PlanError, match=message):
             plan.check_valid(*values, **named)

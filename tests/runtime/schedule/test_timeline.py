@@ -97,7 +97,7 @@ ROW = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "v
         ("[1, 2]", "Expected `object`, got `array`"),
         (b"\x89PNG\r\n\x1a\n\xff", "run.json is not a timeline file"),
         ("a log of a training\n", "run.json is not a timeline file. To write one: roundpipe train"),
-        ({"traceEvents": {}}, "but not a trace"),
+        ({"traceEvents": {}}, "no list of events"),
         ({"traceEvents": [ROW]}, "no record"),
         ({"traceEvents": [RECORD]}, "event 0 was not written by"),
         ({"traceEvents": [ROW, 5]}, "event 1 was not written by"),
@@ -105,9 +105,9 @@ ROW = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "v
             ({"traceEvents": [ROW, {**RECORD, **change}]}, "another program write the trace")
             for change in ({"ph": "B"}, {"cat": "cpu_op"}, {"cat": []}, {"tid": [0]}, {"args": {"stage": "0"}})
         ),
-        ({"traceEvents": [ROW, {**RECORD, "ts": "0"}]}, "has no time"),
-        ({"traceEvents": [ROW, {**RECORD, "ts": 10**400}]}, "has no time"),
-        ({"traceEvents": [ROW, {**RECORD, "dur": -1}]}, "has no time"),
+        ({"traceEvents": [ROW, {**RECORD, "ts": "0"}]}, "has no valid start"),
+        ({"traceEvents": [ROW, {**RECORD, "ts": 10**400}]}, "has no valid start"),
+        ({"traceEvents": [ROW, {**RECORD, "dur": -1}]}, "has no valid start"),
         ({"traceEvents": [ROW, {**RECORD, "dur": float("nan")}]}, "NaN is not a finite number"),
     ],
 )

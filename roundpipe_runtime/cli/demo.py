@@ -245,7 +245,7 @@ class _LimitedFootprint(Footprint):
         if limit is not None and size and self.alive > limit:
             raise DeviceMemoryError(
                 f"{self.device.name} is out of memory: it uses {before} of {limit} bytes, and {size} more were "
-                f"requested ({tuple(tensor.shape)}, {tensor.dtype})."
+                f"requested for a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}."
             )
 
 

@@ -124,7 +124,7 @@ class Rebuilding:
         return opened[1](opened[0]) if made is value and opened is not None else made
 
     def value(self, value: Any) -> Any:
-        """Return a value in which all tensors are replaced by copies; a value without tensors is returned itself."""
+        """Return a value in which all tensors are replaced by copies; a value without tensors is returned unchanged."""
         if id(value) in self._made:
             return self._made[id(value)][1]
         if isinstance(value, torch.Tensor):

@@ -236,7 +236,7 @@ class DiskMemory:
             self._users += 1
 
     def close(self) -> None:
-        """Unregister a user of this disk memory, and end the threads of the memory if it has no other users."""
+        """End one use of this disk memory; after the last use, the threads end and the scratch file is closed."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:

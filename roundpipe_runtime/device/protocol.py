@@ -14,7 +14,7 @@ from .worker import Worker
 
 @runtime_checkable
 class Device(Protocol):
-    """The interface of a device for the scheduler; a device owns the tensors that its methods allocate.
+    """The interface that the scheduler needs from a device; a device owns the tensors that its methods allocate.
 
     >>> from roundpipe_runtime import VirtualDevice
     >>> device = VirtualDevice()

@@ -214,7 +214,7 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
     mode = given.get("mode")
     if mode in _WITH_GRAPHS:
         raise ConfigError(
-            f"compile: mode={mode!r} records the addresses of parameters in CUDA graphs, and a pipeline loads its "
+            f"compile: mode={mode!r} records the addresses of parameters in CUDA graphs, but a pipeline loads its "
             "layers to new addresses."
             ' Use mode="max-autotune-no-cudagraphs", or leave mode out.'
         )

@@ -55,7 +55,7 @@ def run_seeded(
     traits: LayerTraits | None = None,
     place: Callable[[], CallDraws] | None = None,
 ) -> T:
-    """Run ``call()`` with random generators seeded by ``seed()``, and restore the generators."""
+    """Run ``call()`` with random generators seeded by ``seed()``, then restore the state of the generators."""
     # seed: function that returns the seed of this call
     # generator: generator of the call's device
     # again: function that repeats the call, if the first call unexpectedly drew without a seed

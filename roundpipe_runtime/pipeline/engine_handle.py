@@ -59,7 +59,7 @@ class ModelProxy(nn.Module):
         own["_rp_model"], own["_rp_original"] = model, original
 
     def train(self, mode: bool = True) -> Self:
-        """Set the model's training mode."""
+        """Set the model to training mode, or with ``mode=False`` to evaluation mode."""
         self._rp_model.train(mode)
         self.__dict__["training"] = self._rp_model.training
         return self

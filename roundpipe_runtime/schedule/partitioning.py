@@ -128,7 +128,7 @@ def analytic_cost(
 
 
 class MeasuredCosts:
-    """Measured layer costs: a thread-safe running average per layer and direction.
+    """Measured layer costs: a thread-safe running average for the forward and the backward of each layer.
 
     Args:
         analytic: estimated cost of each layer.

@@ -44,7 +44,7 @@ class Stage:
 
     @property
     def gradient_sets(self) -> int:
-        """How many gradients of each parameter of the stage are on the device at the same time."""
+        """How many gradient tensors the device needs memory for, per parameter of the stage."""
         # Without copies, the sums. With copies, the gradients of two microbatches; on the device of the last copy,
         # which adds all gradients, also the sums and the gradients from another copy.
         return 1 if self.copies == 1 else 4 if self.is_last_copy else 2

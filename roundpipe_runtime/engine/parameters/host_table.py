@@ -147,7 +147,7 @@ class TableAccess:
         return self._up_part(torch.index_select(self.source, 0, numbers, out=like))
 
     def slices(self, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the row range and the device copy of each slice of the table, with at most ``rows`` rows per slice."""
+        """Yield the row range and the device copy of each slice of at most ``rows`` rows of the parameter."""
         computed: collections.deque[torch.Event] = collections.deque()
         for start in range(0, self.size, rows):
             while len(computed) > 1:  # otherwise the host runs ahead and fills the device with slices
@@ -161,7 +161,7 @@ class TableAccess:
                 computed.append(torch.accelerator.current_stream(self.torch_device).record_event())
 
     def whole(self) -> nn.Parameter:
-        """Return a copy of the whole table on the device, for functions that cannot compute on rows or slices."""
+        """Return a copy of the whole parameter on the device, for functions that cannot compute on rows or slices."""
         if self._whole is None:
             self._copy = self._up_part(self.source)
             self._whole = nn.Parameter(self._copy, requires_grad=self.requires_grad)
@@ -172,7 +172,7 @@ class TableAccess:
         return [] if self._whole is None else [self._whole]
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor) -> None:
-        """Add the gradient of the table rows with the indices ``place`` to the sum of gradients in CPU memory."""
+        """Add the gradient of the rows ``place`` of the parameter to the sum of gradients in CPU memory."""
         # place: slice, or distinct row indices on the host
         copy, complete = self.device.copy_out(gradient, last=True, parameter=True)
         # On an accelerator one part is copied while the next one is computed.

@@ -336,7 +336,7 @@ class Visit:
 
 
 class CopyVisit(Visit):
-    """Runs the last pipeline stage on one of several devices that share the microbatches."""
+    """Runs the last pipeline stage on one of several devices, which divide the microbatches among them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

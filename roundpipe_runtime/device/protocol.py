@@ -102,7 +102,7 @@ class Device(Protocol):
         """
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
-        """Return a context manager for the work of one pipeline stage, which waits until the device has enough memory.
+        """Return a context manager for running one pipeline stage; entering it waits until the stage fits in memory.
 
         Args:
             nbytes: size of the parameters and gradients of the stage in bytes; 1 by default.

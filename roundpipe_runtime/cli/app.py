@@ -34,10 +34,10 @@ from .train import train
 def timeline(
     files: Annotated[
         list[pathlib.Path],
-        typer.Argument(metavar="FILE...", help="Timelines from train --timeline or Timeline.save, one per process."),
+        typer.Argument(metavar="FILE...", help="Timeline files of train --timeline or Timeline.save, one per process."),
     ],
     stages: Annotated[int, typer.Option(min=0, metavar="N", help="How many of the slowest stages to list.")] = 5,
-    json: Annotated[bool, typer.Option("--json", help="Print totals as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the totals of devices and stages as JSON.")] = False,
 ) -> int:
     """Draw a timeline of a run: what each device did, and which stages took longest.
 

@@ -78,9 +78,9 @@ _ROUNDING = 1e-4
 
 
 def examine(folder: pathlib.Path = HERE) -> list[Check]:
-    """Run all checks of ``roundpipe doctor`` and return their results; an error in a check is a failed result.
+    """Run all checks of ``roundpipe doctor`` and return their results.
 
-    One check trains a small model for two steps on every kind of device of the machine, which takes seconds.
+    An error in a check is a failed result. One check trains a small model on every kind of device for two steps.
     """
     # folder: folder whose disk is checked. Default: the current one.
     checks: dict[str, Callable[[], list[Check]]] = {
@@ -241,13 +241,13 @@ def doctor(
     ] = None,
     disk: Annotated[
         pathlib.Path,
-        typer.Option(metavar="DIR", help="Folder on the disk to measure, for --host disk:DIR (default: current)."),
+        typer.Option(metavar="DIR", help="Folder whose disk is measured, for --host disk:DIR (default: current)."),
     ] = HERE,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check this installation: versions, devices, memory, threads, disk, and a short training.
 
-    Each printed line is ok, a warning or a failure; a warning or failure states what to do.
+    Each result begins with ok, warning or fail. After a warning or fail, a line beginning with -> states what to do.
 
     Exit status: 0 no check failed; 1 a check failed.
     """

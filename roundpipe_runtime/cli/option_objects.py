@@ -28,9 +28,7 @@ def takes_options(**concerns: type) -> Callable[[Callable[..., int]], Callable[.
     ::
 
         @takes_options(rows=RowOptions, files=FileOptions)
-        def train(context, *, rows, files): ...
-
-        train(context, batch=4, output=pathlib.Path("out"))     # how typer calls it
+        def train(context, *, rows, files): ...     # typer calls train(context, batch=4, ...)
     """
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
@@ -89,7 +87,7 @@ def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
         return "auto"
     found = result_or(lambda: float(text), lambda error: math.nan)
     if not 0 <= found < math.inf:
-        raise UserError(f"{option} must be a number of GB (0 or more) or auto, found {text!r}: {option} 2.5")
+        raise UserError(f"{option} must be a number of GB (0 or more), or auto, found {text!r}. Use: {option} 2.5")
     return found
 
 

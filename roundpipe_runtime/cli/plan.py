@@ -31,10 +31,12 @@ _STEP = "A step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " Weights are not read.")]
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=MODEL_NAMES.replace(" or an adapter", "") + " Weights are not read.")
+    ]
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
     details: Annotated[
-        bool, typer.Option("--details", help="Print a table of layers, of stages, of memory use, and of transfers.")
+        bool, typer.Option("--details", help="Also print tables of layers, stages, memory use and transfers.")
     ] = False
 
 
@@ -46,15 +48,15 @@ class MachineOptions:
         str,
         option(
             "DEVICES",
-            "auto, virtual:N, or cuda:0,cuda:1 (even if this machine has none). auto: all GPUs; without a GPU, one "
-            "device with --memory, or virtual:2.",
+            "auto, virtual:N, or cuda:0,cuda:1 (even if this machine has none). auto: all GPUs. Without a GPU, auto is "
+            "one GPU if --memory is given, otherwise virtual:2.",
         ),
     ] = "auto"
     memory: Annotated[str | None, option("SIZE", "Memory of one device, like 24GiB (default: measured).")] = None
     bandwidth: Annotated[float | None, option("GB/S", "Copy rate from CPU to device (default: measured).")] = None
     flops: Annotated[float | None, option("TFLOP/S", "Compute rate of a device (default: measured).")] = None
     machine: Annotated[
-        pathlib.Path | None, option("FILE", "Machine profile, from doctor --machine or hand-written.")
+        pathlib.Path | None, option("FILE", "Rates and sizes of a machine, from doctor --machine or hand-written.")
     ] = None
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class MachineOptions:
         }
 
     def hardware(self, dtype: torch.dtype) -> Hardware:
-        """Return the hardware of the ``--machine`` file, or else of this machine, changed by the other options."""
+        """Return rates and sizes from the ``--machine`` file, or of this machine; other options override them."""
         if self.machine is None:
             devices = None if self.devices == "auto" else self.devices
             if devices is None and self.memory is not None and not torch.accelerator.is_available():
@@ -86,14 +88,15 @@ class MachineOptions:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
     batch: train_options.Batch = 8
-    length: Annotated[int | None, option("N", "Tokens a row (default: model's limit, at most 512).", _STEP, min=2)] = (
+    length: Annotated[int | None, option("N", "Tokens per row (default: model limit, at most 512).", _STEP, min=2)] = (
         None
     )
     microbatches: train_options.Microbatches = None
     dtype: train_options.Dtype = "auto"
     optim_dtype: train_options.OptimDtype = "float32"
     lora: Annotated[
-        str | None, option("R[,ALPHA[,NAMES]]", "Train only LoRA adapters, with the values of train --lora.", _STEP)
+        str | None,
+        option("R[,ALPHA[,NAMES]]", "Train LoRA adapters only: rank[,alpha[,modules]], like 8 or 8,16,q_proj.", _STEP),
     ] = None
     quantize: train_options.Quantize = "none"
     reference: Annotated[
@@ -113,7 +116,7 @@ class StepOptions:
         train_options.check_quantize(self.quantize, self.lora)
         text = self.last_stage_copies
         if text != "auto" and (not text.isdecimal() or int(text) < 1):
-            raise UserError(f'--last-stage-copies is a number of devices or "auto", found {text!r}')
+            raise UserError(f"--last-stage-copies must be a number of devices, or auto, found {text!r}")
 
 
 def _rate(option: str, value: float | None, unit: float) -> float | None:
@@ -140,7 +143,7 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
         count = step.microbatches or min(len(training.hardware.names) + 1, rows)
         if count > rows:
             raise UserError(
-                f"{rows} rows cannot be split into {count} microbatches: --batch {count}, or --microbatches {rows}"
+                f"{rows} rows cannot be split into {count} microbatches. Use: --batch {count}, or --microbatches {rows}"
             )
         size = {"batch": rows, "length": length, "num_microbatch": count}
         show("measuring the layers")
@@ -163,7 +166,6 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
 
 
 def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, show: Any) -> PlannedTraining:
-    """Create the model on device ``meta``, split it into layers, and measure the hardware."""
     adapters = None if step.lora is None else Lora.parse(step.lora)
     made = model_on_meta(source.config, dtype=dtype_named(step.dtype))
     kept = next((p.dtype for p in made.parameters() if p.is_floating_point()), torch.float32)
@@ -177,8 +179,8 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
     if folder is not None and None in (hardware.disk_read, hardware.disk_write):
         if not folder.is_dir():
             raise UserError(
-                f"--host {step.host}: the folder {folder} does not exist, so its disk cannot be measured. Create the "
-                "folder, or pass --machine FILE, which roundpipe doctor --disk DIR --machine FILE writes"
+                f"--host {step.host}: the folder {folder} does not exist, so the speed of its disk cannot be measured. "
+                "Create the folder, or pass --machine FILE, written by: roundpipe doctor --disk DIR --machine FILE"
             )
         rates = measure_disk(folder)
         hardware = dataclasses.replace(hardware, disk_read=rates.read, disk_write=rates.write)

@@ -40,13 +40,13 @@ def train(
     learning: LearningOptions,
     files: FileOptions,
 ) -> int:
-    """Train a language model on text; each device holds only as many layers at a time as fit.
+    """Train a language model on text or conversations, with only as many layers on a device at a time as fit.
 
     Results match training without a pipeline. Ctrl-C finishes the current step, writes a checkpoint, and prints the
     command that resumes the training. The resumed training has bitwise identical results. Under torchrun, all processes
     train one model; after a restart the processes resume by themselves.
 
-    Exit status: 0 trained, saved, and loaded again as a check; 2 the request cannot be served; 130 Ctrl-C; 143 SIGTERM.
+    Exit status: 0 trained, saved, and loaded again as a check; 2 an error; 130 Ctrl-C; 143 SIGTERM.
     """
     if what.print_config:
         parts = {"Model": what, "Text": data, "A step": step, "Learning": learning, "What is written": files}
@@ -80,7 +80,7 @@ def train(
             return None
         lacks = str(error).partition(". Cut the layer")[0]
         return UserError(
-            f"--memory {step.memory} is too little: {lacks}. Raise --memory; see a model's needs: roundpipe plan MODEL"
+            f"--memory {step.memory} is too little: {lacks}. Raise --memory. To see the need: roundpipe plan MODEL"
         )
 
     with contextlib.ExitStack() as stack:
@@ -116,13 +116,13 @@ def _prepared(
         source = dataclasses.replace(train_options.source_of(what.name), unmatched_weights=step.unmatched_weights)
         if not source.has_weights and learning.lora is not None:
             raise UserError(
-                f"{source.name} has random weights, so adapters would be useless. Name a folder with weights, "
+                f"{source.name} has random weights, on which LoRA adapters are useless. Name a folder with weights, "
                 "or leave --lora out"
             )
         if not source.has_weights and learning.quantize_aware != "none":
             raise UserError(
-                f"{source.name} has random weights, and --quantize-aware does not train its embedding. Name a folder "
-                "with weights, or leave --quantize-aware out"
+                f"{source.name} has random weights, and --quantize-aware does not train the embedding, which would "
+                "stay random. Name a folder with weights, or leave --quantize-aware out"
             )
         adapters = None if learning.lora is None else tuning.Lora.parse(learning.lora)
         tokenizer = tuning.load_tokenizer(source, data.tokenizer)
@@ -282,7 +282,6 @@ def _line(record: StepRecord | EvalRecord, steps: int) -> str:
 
 
 def _described(rows: Rows, tokenizer: Tokenizer) -> str:
-    """Return one line about the amount of text: rows or conversations, tokens that are trained, held-out rows."""
     if not isinstance(rows, ChatRows):
         count, held_out = len(rows.tokens), len(rows.held_out)
         read = "bytes" if tokenizer.name == "bytes" else f"tokens of {tokenizer.name}"

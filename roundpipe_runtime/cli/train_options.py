@@ -43,14 +43,14 @@ def _choice(text: str, panel: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
-Batch = Annotated[int, _number("Batch size, over all processes.", _STEP)]
-Microbatches = Annotated[int | None, _number("Microbatches per batch or group of rows (default: devices + 1).", _STEP)]
+Batch = Annotated[int, _number("Rows per batch, summed over all processes.", _STEP)]
+Microbatches = Annotated[int | None, _number("Microbatches per batch (default: the number of devices + 1).", _STEP)]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"], _choice("Data type of the weights; auto: as stored in the model.", _STEP)
 ]
 OptimDtype = Annotated[
     Literal["float32", "bfloat16", "same"],
-    _choice("Data type in which AdamW updates weights; same: that of the weights.", _STEP),
+    _choice("Data type in which AdamW updates weights; same: the data type of the weights.", _STEP),
 ]
 KeepParameters = Annotated[
     str, option("GB", "GB of parameters that stay on each device between steps; auto: as many as fit.", _STEP)
@@ -58,8 +58,8 @@ KeepParameters = Annotated[
 LargeTables = Annotated[
     Literal["auto", "whole", "slices"],
     _choice(
-        "How embedding and head matrices are copied to a device if they are large. auto: rows of the embedding, "
-        "and slices of a head that does not fit; slices: slices of each; whole: like other weights.",
+        "How embeddings and LM heads of at least 16 MiB are copied to a device. auto: only embedding rows that are "
+        "used, and a head in slices if it is too large. slices: every head in slices. whole: like other weights.",
         _STEP,
     ),
 ]
@@ -67,19 +67,19 @@ Update = Annotated[
     Literal["masters", "in_place", "in_backward"],
     _choice(
         "What AdamW updates. masters: copies of the weights in --optim-dtype; in_place: the weights, converted to "
-        "--optim-dtype; in_backward: as in_place, but during backward, so that each gradient is freed at once (no "
-        "--clip, no --accumulate). The results are the same.",
+        "--optim-dtype; in_backward: as in_place, but during backward, so that each gradient is freed at once. "
+        "in_backward cannot clip or accumulate gradients. All three give the same results.",
         _STEP,
     ),
 ]
 Quantize = Annotated[
     Literal["none", "nf4", "fp4", "int8"],
-    option("KIND", "With --lora: quantize the frozen weights: none, nf4, fp4 (bitsandbytes), int8 (torchao).", _RATE),
+    option("KIND", "With --lora: format of frozen weights: none, nf4 or fp4 (bitsandbytes), int8 (torchao).", _RATE),
 ]
 QuantizeAware = Annotated[
     Literal["none", "int4", "int8"],
     _choice(
-        "Train with rounded weights, for yobx-flatten export --quantize keep; --lora is added before rounding.", _RATE
+        "Train with weights rounded to this type, LoRA included. Export: yobx-flatten export --quantize keep", _RATE
     ),
 ]
 Host = Annotated[
@@ -98,10 +98,11 @@ class ModelOptions:
         list[str] | None,
         typer.Argument(
             metavar="MODEL [FILES]...",
-            help=MODEL_NAMES + " Further arguments are text files, so that --text *.txt works unquoted.",
+            help=MODEL_NAMES.replace(" or an adapter", "")
+            + " Further arguments are text files, so that --text *.txt works without quotes.",
         ),
     ] = None
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model, instead of the first argument.")] = None
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model; arguments are then text files.")] = None
     output: Annotated[
         pathlib.Path | None,
         typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model (required)."),
@@ -150,17 +151,17 @@ class TextOptions:
         option(
             "FILES",
             "Training text: a text file, a file of JSON, Parquet or CSV, a folder of such files, a folder that the "
-            "library datasets saved, or a pattern.",
+            "library datasets saved, or a pattern such as 'texts/*.txt'.",
             _TEXT,
         ),
     ] = None
-    field: Annotated[str, option("NAME", "Name of the field with the text, in JSON and tables.", _TEXT)] = "text"
+    field: Annotated[str, option("NAME", "JSON field, or column of a table, that holds the text.", _TEXT)] = "text"
     chat: Annotated[
         list[str] | None,
         option(
             "FILES",
-            "Train on the answers in conversations instead of on text: rows with messages, ShareGPT, Alpaca, or "
-            "prompt and completion.",
+            "Files of conversations, instead of --text; only answers are trained. A row has messages, ShareGPT or "
+            "Alpaca fields, or a prompt and a completion.",
             _TEXT,
         ),
     ] = None
@@ -176,20 +177,20 @@ class TextOptions:
     ] = False
     show_rows: Annotated[
         int,
-        _number("Number of conversations to print before training, with their trained tokens marked.", _TEXT, least=0),
+        _number("With --chat: number of rows to print before training, with trained tokens marked.", _TEXT, least=0),
     ] = 2
     tokenizer: Annotated[
         str | None,
         option(
             "DIR",
-            "Folder or GGUF file of a tokenizer, or the word bytes (default: the model's own; bytes for random weights "
-            "without a tokenizer).",
+            "Folder or GGUF file of a tokenizer, or the word bytes for one token per byte (default: the tokenizer of "
+            "the model; bytes if a model with random weights has none).",
             _TEXT,
         ),
     ] = None
-    length: Annotated[int | None, _number("Tokens a row (default: model's limit, at most 512).", _TEXT, least=2)] = None
+    length: Annotated[int | None, _number("Tokens per row (default: model limit, at most 512).", _TEXT, least=2)] = None
     eval_share: Annotated[
-        float, option("X", "Share of the rows that are used for evaluation, not training.", _TEXT, min=0.0, max=0.9)
+        float, option("X", "Share of the rows that is held out for evaluation.", _TEXT, min=0.0, max=0.9)
     ] = 0.02
 
     def __post_init__(self) -> None:
@@ -203,7 +204,7 @@ class TextOptions:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
     devices: Annotated[
-        str, option("DEVICES", "auto, virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.", _STEP)
+        str, option("DEVICES", "auto (all GPUs), virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.", _STEP)
     ] = "auto"
     memory: Annotated[
         str | None, option("SIZE", "Memory limit of each virtual device, like 200MB (default: none).", _STEP)
@@ -211,17 +212,17 @@ class StepOptions:
     batch: Batch = 8
     microbatches: Microbatches = None
     replicas: Annotated[
-        int | None, _number("Number of groups into which a batch is split (default: one per process).", _STEP)
+        int | None, _number("Groups of rows per batch, each split into --microbatches (default: 1 per process).", _STEP)
     ] = None
     accumulate: Annotated[int, _number("Batches per optimizer step (gradient accumulation).", _STEP)] = 1
-    steps: Annotated[int | None, _number("Number of steps, instead of --epochs.", _STEP)] = None
+    steps: Annotated[int | None, _number("Number of optimizer steps, instead of --epochs.", _STEP)] = None
     epochs: Annotated[int | None, _number("Passes over the data (default: 1).", _STEP)] = None
     dtype: Dtype = "auto"
     unmatched_weights: Annotated[
         Literal["refuse", "unused", "random"],
         _choice(
             "If the folder's weights do not fit the model: refuse raises an error; unused ignores weights that "
-            "the model lacks; random also initializes weights that the folder lacks.",
+            "the model lacks; random also gives random values to weights that the folder lacks.",
             _STEP,
         ),
     ] = "refuse"
@@ -234,7 +235,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         check_host_option(self.host, self.update)
         if self.update != "masters" and self.replicas is not None:
-            raise UserError(f"--update {self.update} excludes --replicas. Leave --replicas {self.replicas} out")
+            raise UserError(f"--update {self.update} does not work with --replicas. Remove --replicas {self.replicas}")
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs both set the length of the training. Leave one of them out")
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
@@ -246,7 +247,7 @@ class StepOptions:
 class LearningOptions:
     lora: Annotated[
         str | None,
-        option("R[,ALPHA[,NAMES]]", "Train LoRA adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.", _RATE),
+        option("R[,ALPHA[,NAMES]]", "Train LoRA adapters only: rank[,alpha[,modules]], like 8 or 8,16,q_proj.", _RATE),
     ] = None
     quantize: Quantize = "none"
     quantize_aware: QuantizeAware = "none"
@@ -256,22 +257,22 @@ class LearningOptions:
     ] = None
     schedule: Annotated[
         Literal["cosine", "linear", "constant"],
-        option("NAME", "How the learning rate decreases after warmup: cosine, linear, constant.", _RATE),
+        option("NAME", "Learning rate after warmup: constant, or a cosine or linear decrease to 0.", _RATE),
     ] = "cosine"
     weight_decay: Annotated[
         float, option("X", "Weight decay of matrices; vectors, such as biases and norms, have none.", _RATE, min=0.0)
     ] = 0.01
-    clip: Annotated[float, option("X", "Maximum norm of the gradients; 0: no clipping.", _RATE, min=0.0)] = 1.0
+    clip: Annotated[float, option("X", "Largest total norm of the gradients; 0: no clipping.", _RATE, min=0.0)] = 1.0
     seed: Annotated[int, _number("Random seed of initial weights, row order and dropout.", _RATE, least=0)] = 0
-    eval_every: Annotated[int | None, _number("Steps between evaluations (default: one at the end).", _RATE)] = None
+    eval_every: Annotated[int | None, _number("Steps between evaluations (default: only at the end).", _RATE)] = None
     check: Annotated[bool, _choice("Compare the pipeline with the original model before training.", _RATE)] = True
 
     def __post_init__(self) -> None:
         check_quantize(self.quantize, self.lora)
         if "none" not in (self.quantize, self.quantize_aware):
             raise UserError(
-                f"--quantize {self.quantize} freezes the weights that --quantize-aware {self.quantize_aware} rounds "
-                "anew in each step. Leave one out"
+                f"--quantize {self.quantize} stores quantized weights, but --quantize-aware {self.quantize_aware} "
+                "rounds unquantized weights in each step. Leave one of the two options out"
             )
 
 
@@ -291,18 +292,18 @@ class FileOptions:
     checkpoint: Annotated[
         pathlib.Path | None, _path("Folder for checkpoints (default: <output>-checkpoints).", metavar="DIR")
     ] = None
-    every: Annotated[int | None, _number("Steps between checkpoints (default: only Ctrl-C writes one).", _FILES)] = None
-    keep: Annotated[int, _number("Number of checkpoints to keep.", _FILES)] = 3
+    every: Annotated[int | None, _number("Steps between checkpoints (default: no regular checkpoints).", _FILES)] = None
+    keep: Annotated[int, _number("Number of newest checkpoints to keep; older ones are removed.", _FILES)] = 3
     resume: Annotated[bool, _choice("Resume from the last checkpoint, if there is one.", _FILES, "--resume")] = False
-    metrics: Annotated[pathlib.Path | None, _path("Write a line of JSON for each step and each evaluation.")] = None
-    plot: Annotated[pathlib.Path | None, _path("Plot the losses at the end, as .png, .svg or .pdf.")] = None
+    metrics: Annotated[pathlib.Path | None, _path("Write a JSON line to this file per step and evaluation.")] = None
+    plot: Annotated[pathlib.Path | None, _path("Image of the losses to draw at the end: .png, .svg or .pdf.")] = None
     report_to: Annotated[
         list[str] | None,
         option("NAME", "Also log to tensorboard, wandb, mlflow or another integration of the Trainer.", _FILES),
     ] = None
     timeline: Annotated[pathlib.Path | None, _path("Write a timeline of an early step, for roundpipe timeline.")] = None
-    log_every: Annotated[int | None, _number("Steps between printed lines if stdout is not a terminal.", _FILES)] = None
-    overwrite: Annotated[bool, _choice("Replace files that exist.", _FILES, "--overwrite")] = False
+    log_every: Annotated[int | None, _number("Steps between printed lines (default: at most 100).", _FILES)] = None
+    overwrite: Annotated[bool, _choice("Replace the output folder and existing files.", _FILES, "--overwrite")] = False
 
     @property
     def writes_last(self) -> bool:
@@ -323,7 +324,7 @@ class FileOptions:
             if path.is_dir() or (path.is_file() and not (self.overwrite or self.resume)):
                 raise UserError(f"{path} exists. Name another file, or replace it: --overwrite")
             if not path.absolute().parent.is_dir():
-                raise UserError(f"There is no folder {path.parent} for {path.name}")
+                raise UserError(f"There is no folder {path.parent}, so {path.name} cannot be written")
             if path.is_file() or not path.exists():  # special files such as /dev/stdout are written directly
                 check_place(path, f"--{name} FILE")
         checkpoints = self.checkpoints(output)
@@ -331,8 +332,8 @@ class FileOptions:
         if not self.resume and (there := list(checkpoints.glob("checkpoint-*"))):
             newest = max(there, key=lambda path: path.stat().st_mtime)
             raise UserError(
-                f"{newest} belongs to another run. Continue that run: --resume; or start in another folder: "
-                "--checkpoint DIR"
+                f"The checkpoint {newest} belongs to another run. Continue that run: --resume; or start in another "
+                "folder: --checkpoint DIR"
             )
 
 
@@ -432,7 +433,6 @@ def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathl
 
 
 def _as_typed(value: object, place: str) -> Any:
-    """Convert a value of the YAML file to text, as if the user had typed the value on the command line."""
     if isinstance(value, list):
         return [_as_typed(one, place) for one in value]
     if isinstance(value, bool):
@@ -488,5 +488,5 @@ def row_length(source: ModelSource, length: int | None) -> int:
     """Return the number of tokens per row: ``length``, or by default the model's maximum, but at most 512."""
     longest = source.longest
     if length is not None and longest is not None and length > longest:
-        raise UserError(f"{source.name} accepts rows of at most {longest} tokens: --length {longest}")
+        raise UserError(f"{source.name} accepts rows of at most {longest} tokens. Use: --length {longest}")
     return length or min(512, longest or 512)

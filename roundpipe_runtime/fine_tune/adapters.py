@@ -175,7 +175,7 @@ class RoundedLinear(nn.Linear):
 
 
 def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | None = None, seed: int = 0) -> nn.Module:
-    """Replace the linear layers of a model, in place, by layers that round weights to scaled integers.
+    """Prepare a model, in place, for quantization-aware training: linear layers round their weights to integers.
 
     Only linear layers in the model's lists of layers, with a multiple of 32 input features, are replaced. The embedding
     and the head are rounded to 8 bits, and are not trained. The function :func:`save_model` saves the weights of the
@@ -199,14 +199,14 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
         raise ConfigError(f"quantize_aware: kind must be int4 or int8, found {kind!r}.")
     if others := {str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"}:
         raise ConfigError(
-            f"quantize_aware: only float32 can represent integers times scales exactly, but {type(model).__name__} has "
-            f"weights of {min(others)}. Use model.float(), or --dtype float32"
+            f"quantize_aware: {type(model).__name__} has weights in {min(others)}, but only float32 can represent "
+            "integers times scales exactly. Use model.float(), or --dtype float32"
         )
     chosen = {name: layer for name, layer in linear_layers(model) if layer.in_features % _BLOCK == 0}
     if not chosen:
         raise ConfigError(
-            f"quantize_aware: no list of layers in {type(model).__name__} has an nn.Linear with in_features a multiple "
-            f"of {_BLOCK}. Train without --quantize-aware, and quantize the file: yobx-flatten export --quantize int4"
+            f"quantize_aware: {type(model).__name__} has no layers with an nn.Linear whose in_features is a multiple "
+            f"of {_BLOCK}. Train without --quantize-aware, and quantize at export: yobx-flatten export --quantize int4"
         )
     targets = () if lora is None else lora.targets
     check_targets(model, targets)
@@ -231,7 +231,7 @@ def rounded_layers(model: nn.Module) -> dict[str, RoundedLinear]:
 
 
 def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the weights in the format of compressed-tensors, and the matching quantization configuration."""
+    """Return a model's state dict in the format of compressed-tensors, and the quantization configuration."""
     layers, state = rounded_layers(model), model.state_dict()
     for name, layer in layers.items():
         for part in ("weight", "lora_a", "lora_b"):

@@ -86,7 +86,7 @@ class Job:
         return cast(T, result)
 
     def claim(self, what: str) -> bool:
-        """Return whether this process is the first that calls ``claim`` for a task, without waiting for the others.
+        """Return whether this process is the first to call ``claim`` for a task; do not wait for other processes.
 
         Args:
             what: name of the task, equal in all processes.
@@ -119,7 +119,7 @@ class Job:
 
 
 def named_error(rank: int, error: Exception) -> Exception:
-    """Return ``error`` if it is from this package, otherwise an error with the rank, message and notes of ``error``.
+    """Return an error that names the rank of this process; an error of this package is returned unchanged.
 
     Args:
         rank: rank of this process.

@@ -291,7 +291,7 @@ def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = No
     made = ByteTokenizer()
     if made.vocab_size > source.vocab_size:
         raise FineTuneError(
-            f"{source.name} has a vocabulary of {source.vocab_size}, but bytes with their special tokens need "
+            f"{source.name} has a vocabulary of {source.vocab_size} tokens, but the byte tokenizer has "
             f'{made.vocab_size}. Write this size into config.json: "vocab_size": {made.vocab_size}'
         )
     return made

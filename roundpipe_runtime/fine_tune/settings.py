@@ -111,7 +111,7 @@ class Settings:
             )
 
     def rows_of_group(self, replicas: int) -> int:
-        """Return the number of rows in the largest group of a batch.
+        """Return the number of rows in the largest of the groups into which a batch is split.
 
         Args:
             replicas: number of groups.

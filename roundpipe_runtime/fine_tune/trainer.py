@@ -236,7 +236,7 @@ class Order(Sampler[int]):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
-    """Decides after each step whether the Trainer logs, evaluates and saves, and forwards the logs."""
+    """Decides after each step whether the Trainer logs, evaluates and saves."""
 
     # on_log forwards the record of a step or an evaluation; after a signal, it requests a checkpoint and the end
     trainer: TextTrainer

@@ -147,14 +147,14 @@ class Training:
             return
         if found is None and self.step:
             raise FineTuneError(
-                f"This training was stopped after step {self.step}, and a Trainer starts at step 0. Continue with a "
-                "new Training, from a checkpoint:\n    training = Training(...)\n    training.restore(folder)"
+                f"This training was stopped after step {self.step}, and train() would begin at step 0 again. "
+                "Continue from a checkpoint:\n    training = Training(...)\n    training.restore(folder)"
             )
         self.trainer.train(resume_from_checkpoint=None if found is None else os.fspath(found))
 
     @contextlib.contextmanager
     def first_dtypes(self) -> Iterator[None]:
-        """Context manager for saving the model, in which parameters have their dtypes from before the training."""
+        """Context manager in which parameters have their dtypes from before the training, to save the model."""
         wide = {parameter: parameter.data for parameter, dtype in self._dtypes.items() if parameter.dtype != dtype}
         try:
             for parameter in wide:
@@ -248,15 +248,15 @@ class Training:
             if name in ("length", "batch", "accumulate", "seed", "update"):
                 option = f"--{name} {before.get(name)}"
             raise FineTuneError(
-                f"{os.fspath(folder)} was trained with {option}. Use the same, or a new folder: --checkpoint DIR"
+                f"{os.fspath(folder)} was trained with {option}. Use the same value, or a new folder: --checkpoint DIR"
             )
         if step_of(found) > self.steps:
-            raise FineTuneError(f"{folder} is at step {step_of(found)}, but --steps is only {self.steps}. Add steps.")
+            raise FineTuneError(f"{folder} is at step {step_of(found)}, but --steps is only {self.steps}. Use more.")
         replicas = notes.get("replicas") or 1
         if self.settings.replicas is None and replicas not in (1, self.pipeline.replicas):
             if self.job.size == 1:
                 raise FineTuneError(
-                    f"{os.fspath(folder)} was trained with --replicas {replicas}; another number would change the "
+                    f"{os.fspath(folder)} was trained with --replicas {replicas}. Another number would change the "
                     f"results. Continue with the same number: --replicas {replicas}"
                 )
             self.pipeline._rp_keep_replicas(replicas)
@@ -296,7 +296,7 @@ class Training:
 
 
 def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
-    """Return the number of groups per batch that the newest checkpoint states; ``None`` if it states no groups.
+    """Return the value of ``replicas`` in the newest checkpoint; ``None`` if batches were not split into groups.
 
     Args:
         folder: folder that was passed to :meth:`Training.save`.
@@ -352,7 +352,7 @@ _RECORDED_STEP = 5  # the first steps measure the cost of each layer; then the p
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a training: exit status, last checkpoint, and number of the step whose timeline was recorded.
+    """The result of :func:`run`: exit status, last checkpoint, and number of the step whose timeline was recorded.
 
     Attributes:
         status: exit status: 0 for a complete training, 130 after Ctrl-C, 143 after SIGTERM.

@@ -76,7 +76,7 @@ class ChatRows:
         return {**found, "position_ids": self.positions[row].long()} if self.positions else found
 
     def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return the model arguments for a batch, padded on the right, where causal attention ignores padding."""
+        """Return the model arguments for a batch of rows, which are padded on the right."""
         lengths = [len(row["input_ids"]) for row in rows]
         # groups in different processes must be padded to the same length to give bitwise identical results
         longest = max(map(len, self.ids)) if self.pads_alike else max(lengths, default=0)
@@ -224,5 +224,5 @@ def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
 def check_packing(model: nn.Module) -> None:
     if not keeps_texts_apart(model):  # the model would train on other contexts
         raise FineTuneError(
-            f"{type(model).__name__} may mix packed conversations, so training would differ. Leave --pack out"
+            f"{type(model).__name__} may mix packed conversations, so losses would be wrong. Leave --pack out"
         )

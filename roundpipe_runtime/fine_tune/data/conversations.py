@@ -140,8 +140,8 @@ class Encoder:
     def _check_unread(self, conversation: Conversation, names: Sequence[str]) -> None:
         if names:
             raise FineTuneError(
-                f"{conversation.place} has {', '.join(map(repr, names))}, which the chat template of {self.name} "
-                f"does not use, so the model would not learn from it. Ignore it: --ignore-fields {','.join(names)}"
+                f"{conversation.place} has fields that the chat template of {self.name} does not use, so the model "
+                f"would not see them: {', '.join(map(repr, names))}. Ignore them: --ignore-fields {','.join(names)}"
             )
 
     def _by_prefix(self, conversation: Conversation, whole: str) -> ChatTokens:
@@ -159,8 +159,8 @@ class Encoder:
             if not (after.startswith(before) and whole.startswith(after)):
                 raise FineTuneError(
                     f"{conversation.place}: the chat template of {self.name} formats earlier messages differently when "
-                    "more follow, so answers cannot be found. Mark answers in your own template with "
-                    "{% generation %} and {% endgeneration %}: --chat-template template.jinja"
+                    "later messages follow, so the tokens of answers cannot be found. Mark answers in your own "
+                    "template with {% generation %} and {% endgeneration %}: --chat-template template.jinja"
                 )
             start = _common(ids_before, ids)
             stop = len(ids) if after == whole else _common(self._ids(after), ids)
@@ -264,8 +264,8 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     if isinstance(answers, str):
         if others:
             raise FineTuneError(
-                f"{place} has {', '.join(map(repr, others))} besides text, and no template adds it to the text. Add "
-                f"this to the prompt, use lists of messages, or ignore the field: --ignore-fields {','.join(others)}"
+                f"{place} has {', '.join(map(repr, others))} besides text, and text has no chat template that uses "
+                f"it. Add it to the prompt, use lists of messages, or ignore it: --ignore-fields {','.join(others)}"
             )
         return Conversation(place, prompt=str(prompt), completion=answers)
     system, tools = others.pop("system", None), others.pop("tools", None)
@@ -273,7 +273,7 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     made = [_message(one, f"{place}, message {n}", ignored) for n, one in enumerate([*prompt, *answers], 1)]
     if system is not None:
         if made and made[0]["role"] == "system":
-            raise FineTuneError(f"{place} has a field 'system' and a first message of this role. Leave one of them out")
+            raise FineTuneError(f"{place} has a field 'system', but also a message of this role. Leave one out")
         made, first = [_message({"role": "system", "content": system}, f"{place}, 'system',", ()), *made], first + 1
     if tools is not None:
         if isinstance(tools, str):
@@ -283,14 +283,14 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
         others["tools"] = tools
     stated = others.pop("chat_template_kwargs", {})
     if not isinstance(stated, dict):
-        raise FineTuneError(f"{place}: 'chat_template_kwargs' is a {type(stated).__name__}. Write an object")
+        raise FineTuneError(f"{place}: 'chat_template_kwargs' must be an object, found a {type(stated).__name__}")
     weights = [one.pop("weight", 1) for one in made]
     counted = {n for n, one in enumerate(made) if n >= first and one["role"] == "assistant" and weights[n]}
     if not counted:
-        roles = ", ".join(message["role"] for message in made) or "no message"
+        roles = ", ".join(message["role"] for message in made) or "none"
         raise FineTuneError(
-            f'{place} has no answer to learn, found {roles}. Add {{"role": "assistant", "content": "..."}}, or remove '
-            "the conversation"
+            f'{place} has no answer to learn (roles of its messages: {roles}). Add {{"role": "assistant", "content": '
+            '"..."}, or remove the conversation'
         )
     return Conversation(place, made, counted, variables={**others, **stated})
 
@@ -310,7 +310,7 @@ def _form_of(row: Mapping[str, Any], place: str) -> tuple[Sequence[str], Any, An
     if "instruction" in row and isinstance(row.get("output"), str):
         history, more = row.get("history") or [], row.get("input")
         if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-            raise FineTuneError(f"{place}: 'history' must be a list of pairs of texts")
+            raise FineTuneError(f"{place}: 'history' must be a list of pairs of a question and its answer")
         pairs = [*history, (f"{row['instruction']}\n\n{more}" if more else row["instruction"], row["output"])]
         roles = ("user", "assistant")
         made = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
@@ -339,7 +339,7 @@ def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
     if content is None and row.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise FineTuneError(f"{place} has no text in 'content': it is a {type(content).__name__}. Write text")
+        raise FineTuneError(f"{place} must have text in 'content', found a {type(content).__name__}")
     if row.get("weight") not in (0, 1, None):
         raise FineTuneError(f"{place}: weight must be 1, or 0 to not train on the answer, found {row['weight']!r}")
     others = {k: v for k, v in row.items() if k not in (*used, *_IDENTIFIERS, *ignored) and not _is_empty(v)}

@@ -45,11 +45,11 @@ _PIECE = 2**16  # characters that are read at a time
 
 
 def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    """Return the named files, and folders that the library ``datasets`` saved, without duplicates."""
+    """Return all files that the names mean, without duplicates; a folder saved by ``datasets`` counts as one file."""
     # names: files, folders and patterns such as `texts/**/*.txt`
     found = [path for name in names for path in _named(os.fspath(name))]
     if not found:
-        raise FineTuneError("Name a text (--text FILE) or conversations (--chat FILE).")
+        raise FineTuneError("There is no training data. Name a text (--text FILE) or conversations (--chat FILE).")
     return list(dict.fromkeys(path.resolve() for path in found))
 
 
@@ -107,7 +107,7 @@ def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterato
 
 
 def whole_characters(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can contain and UTF-8 cannot."""
+    """Replace unpaired surrogates, which JSON can contain but UTF-8 cannot, by ``?``."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -140,7 +140,7 @@ def _iconv(encoding: str, path: pathlib.Path) -> str:
 
 
 def read_rows(path: pathlib.Path, wanted: str, field: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the position of each row in a file, as ``FILE:LINE`` or ``FILE, row NUMBER``, and the row itself."""
+    """Yield ``FILE:LINE`` or ``FILE, row NUMBER`` for each row of a data file, and the row itself."""
     # wanted: sentence for errors about the form of a row
     # field: the only column of a table that is read. Default: all.
     if path.is_dir() or path.suffix.lower() in _TABLES:
@@ -287,8 +287,8 @@ def read_blocks(
 def check_vocabulary(largest: int, vocab_size: int | None, tokenizer: Tokenizer) -> None:
     if vocab_size is not None and largest >= vocab_size:
         raise FineTuneError(
-            f"The model has a vocabulary of {vocab_size}, but the tokenizer {tokenizer.name} makes the token "
-            f"{largest}. Use the model's tokenizer: --tokenizer DIR"
+            f"The model has a vocabulary of {vocab_size} tokens, but the tokenizer {tokenizer.name} produces the token "
+            f"id {largest}. Use the model's tokenizer: --tokenizer DIR"
         )
 
 

@@ -199,7 +199,7 @@ def test_a_type_of_model_is_a_small_one(shown, found):
         (["--batch", "0"], "--batch"),
         (["--update", "in_backward", "--host", "disk:."], "--update in_backward needs all weights in memory"),
         (["--update", "now"], "now"),
-        (["--last-stage-copies", "many"], "--last-stage-copies is a number of devices"),
+        (["--last-stage-copies", "many"], "--last-stage-copies must be a number of devices"),
     ],
 )
 def test_wrong_options_are_one_line_and_2(small, capsys, options, message):

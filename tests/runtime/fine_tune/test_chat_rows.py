@@ -140,7 +140,7 @@ def test_a_field_is_read_by_the_template_or_refused(field):
         assert found != spelled(encoder(READING), conversation_of({"messages": TURNS[:2]}, "a:1")) or "later" in field
         return
     with pytest.raises(
-        FineTuneError, match=r"a:1.* does not use, so the model would not learn from it.*--ignore-fields"
+        FineTuneError, match=r"a:1.* does not use, so the model would not see them.*--ignore-fields"
     ) as caught:
         encoder(READING)(conversation_of(row, "a:1"))
     ignored = str(caught.value).partition("--ignore-fields ")[2].split(",")

@@ -79,7 +79,7 @@ Quantize = Annotated[
 QuantizeAware = Annotated[
     Literal["none", "int4", "int8"],
     _choice(
-        "Train with weights rounded to this type, LoRA included. Export: yobx-flatten export --quantize keep", _RATE
+        "Train with weights rounded to this type, LoRA included. To export: yobx-flatten export --quantize keep.", _RATE
     ),
 ]
 Host = Annotated[

@@ -19,7 +19,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """Return the model inside PEFT's wrapper, which hides the class and the argument names of the model's forward."""
+    """Return the model inside PEFT's wrapper; a model without such a wrapper is returned unchanged."""
     if not is_adapted(model):
         return model
     find = getattr(model, "get_base_model", None)  # models with mixed adapters lack it
@@ -38,7 +38,7 @@ _LARGEST_TOKEN = 100  # larger ids may be image tokens
 
 
 def random_tokens(model: nn.Module, rows: int, length: int) -> torch.Tensor:
-    """Return random token ids of at most 99, which are equal in each call."""
+    """Return random token ids below 100; each call returns the same ids."""
     high = min(getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN, _LARGEST_TOKEN)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(min(5, high - 1), high, (rows, length), generator=generator)

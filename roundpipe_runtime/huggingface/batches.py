@@ -68,8 +68,8 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
             places = (tokens == token).sum(-1).tolist() if token is not None else []
             if (each := _tokens_per_picture(given[grid], sum(places), merge)) is None:
                 raise SplitError(
-                    f"kwargs['{grid}']: {int(patches.sum())} patches do not fit the {sum(places)} image tokens of the "
-                    "rows. Pass the arguments that the model's processor returns."
+                    f"kwargs['{grid}']: {int(patches.sum())} patches do not fit the {sum(places)} image tokens in "
+                    "input_ids. Pass the arguments that the model's processor returns."
                 )
             counts, number = [], 0  # pictures of each row
             for left in places:
@@ -78,8 +78,8 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
                     left, number = left - each[number], number + 1
                 if left:
                     raise SplitError(
-                        f"kwargs['{grid}']: a picture has image tokens in two rows, so rows cannot be split. Pass the "
-                        "arguments that the model's processor returns."
+                        f"kwargs['{grid}']: a picture has image tokens in two rows, so the rows cannot be in different "
+                        "microbatches. Pass the arguments that the model's processor returns."
                     )
                 counts.append(number - start)
             row = picture = patch = 0
@@ -201,8 +201,8 @@ def _joined(name: str, column: Sequence[Any], *, counts: Sequence[int] = (), are
         is_one_sequence = {shape[0] for shape in shapes} == {1} and max(counts, default=0) > 1
         if len(apart) > 1 or (is_one_sequence and len(shapes[0]) > 3):
             raise JoinError(
-                f"{name!r} of pictures: tensors of shapes {shapes} cannot be concatenated. Join outputs by a function:"
-                "\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+                f"{name!r} of pictures: tensors of shapes {shapes} from the microbatches cannot be concatenated. Join "
+                "outputs by a function:\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
             )
         return torch.cat(present, dim=apart[0] if apart else int(is_one_sequence))
     return join(present, [None] * len(present))
@@ -297,7 +297,7 @@ def is_packed(kwargs: Mapping[str, Any]) -> bool:
 
 
 def keeps_texts_apart(model: nn.Module) -> bool | None:
-    """Return whether a text has equal outputs alone and packed with another text; ``None`` if the model fails."""
+    """Return whether a text has equal outputs alone and in a row with another text; ``None`` if the model fails."""
     one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
     positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
 
@@ -408,7 +408,7 @@ class WholeBatchLoss:
         self._next_row = 0
 
     def state(self, group: Sequence[PyTree]) -> dict[str, Any] | None:
-        """Return the losses and router logits of a group of rows, which are sent to the other processes."""
+        """Return losses and router logits of one group of the batch's rows, which are sent to the other processes."""
         if not group:
             return None
         rows = sum(count for _, _, count in group)

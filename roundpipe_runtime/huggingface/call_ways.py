@@ -124,9 +124,9 @@ class CutModel(RoundPipe):
                 kwargs[CALL_OPTIONS] = dataclasses.replace(kwargs[CALL_OPTIONS], weight_by=None)
                 return way
             raise LossError(
-                "The model got labels and computed a loss, but loss_fn does not return a multiple of that loss, or "
-                "this process has too few rows to check it. Such a loss would need all rows, but each process has only "
-                "its own. Give labels to loss_fn only:\n"
+                "loss_fn does not return a multiple of the loss that the model computes from labels, or this process "
+                "has too few rows to check this. Any other loss needs all rows of the batch, but each process has only "
+                "a part of them. Give labels to loss_fn only:\n"
                 "    forward_backward(input_kwargs=without_labels, label=labels, loss_fn=loss_fn)"
             )
         if proof.way in ("items", "rows", "sum"):
@@ -153,8 +153,8 @@ class CutModel(RoundPipe):
         title = "A layer" if piece is None else self._rp_rows.title(piece)
         if self._rp_options.has_groups:
             raise SplitError(
-                f"{title} computes different values or gradients for a whole batch than for its parts, but each "
-                "process has only a part, so results would be wrong. Train in one process:\n"
+                f"{title} computes different values or gradients for a whole batch than for parts of it, but each "
+                "process has only a part of the batch, so results would be wrong. Train in one process:\n"
                 "    wrap_model_to_roundpipe(model)"
             )
         if piece is None:
@@ -205,8 +205,8 @@ class CutModel(RoundPipe):
         tokens = kwargs.get("input_ids")
         if kwargs.get("cu_seq_lens_q") is not None and isinstance(tokens, torch.Tensor) and len(tokens) > 1:
             raise ConfigError(
-                f"cu_seq_lens_q has the offsets of the texts of all {len(tokens)} rows, so the rows cannot be split. "
-                "Pass an attention_mask instead, or concatenate the rows to one row:\n    DataCollatorWithFlattening()"
+                f"cu_seq_lens_q has the offsets of the texts in all {len(tokens)} rows together, so the rows cannot be "
+                "split. Pass an attention_mask instead, or concatenate the rows:\n    DataCollatorWithFlattening()"
             )
         # otherwise the model's forward would warn in each phase and microbatch, at a line of this package
         inner = model_inside(model)
@@ -223,9 +223,9 @@ class CutModel(RoundPipe):
             self.synchronize()  # a background step would change weights between two calls
             if batches.keeps_texts_apart(self._rp_cut.model) is False:
                 warn(
-                    f"{type(self._rp_cut.model).__name__} passes its state from one text to the next in a row, so "
-                    "packed rows, in which position_ids restart, have different losses than separate texts. Give each "
-                    'text its own row:\n    tokenizer(texts, padding=True, return_tensors="pt")',
+                    f"position_ids restart in a row, so the row has several texts. {type(self._rp_cut.model).__name__} "
+                    "passes its state from one text to the next, so losses differ from those of separate texts. Give "
+                    'each text its own row:\n    tokenizer(texts, padding=True, return_tensors="pt")',
                     RoundPipeWarning,
                 )
         config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
@@ -260,11 +260,11 @@ class CutModel(RoundPipe):
         if name is None or cache is None or not has_layers(cache) or not callable(merge):
             made = "" if name is None else f"    model(..., {name}=DynamicCache(config=model.config))\n"
             raise ConfigError(
-                "A pipeline can use a KV cache only if outputs are joined and the cache has a list of layers. "
-                f"Pass a cache with layers, or no cache:\n{made}    model(..., use_cache=False)"
+                "A pipeline can use a KV cache only if outputs are joined (no merge_output=False) and the cache has a "
+                f"list of layers. Pass a cache with layers, or no cache:\n{made}    model(..., use_cache=False)"
             )
         cut, joined = config.split_input, functools.partial(batches.merge_with_cache, cache, merge)
         if cut is not None and not callable(cut):
-            raise ConfigError("With a KV cache, pass a function: split_input=lambda args, kwargs, count: ...")
+            raise ConfigError("With a KV cache, give a function as split_input: lambda args, kwargs, count: ...")
         config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))
         return {**kwargs, name: HeldCache(cache)}, config

@@ -102,15 +102,15 @@ class LongRows:
                 if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
                     raise ConfigError(
                         f"{type(model).__name__} computes a different {name} for rows that are split along their "
-                        f"tokens (difference {difference:.1e}): it mixes tokens in more than its attention, or has its "
-                        "own loss. Train it with wrap_model_to_roundpipe."
+                        f"tokens (difference {difference:.1e}): modules other than attention mix tokens, or the model "
+                        "has its own loss. Train it with wrap_model_to_roundpipe."
                     )
             self._pipeline = wrap_model_to_roundpipe(
                 model, mesh=mesh, **{"example": self.cut(self._example()), **options}
             )
             if (count := len(self._pipeline.devices)) > 1:
                 raise ConfigError(
-                    f"LongRows runs one device in each process, found {count}. Start more processes:\n"
+                    f"LongRows runs one device in each process, found {count} devices. Start more processes:\n"
                     f"    torchrun --nproc-per-node={count * self._exchange.size} train.py\n"
                     '    LongRows(model, mesh=mesh, devices=f"cuda:{local_rank}")'
                 )
@@ -120,7 +120,7 @@ class LongRows:
 
     @property
     def pipeline(self) -> WrappedModel:
-        """The pipeline around the model, which has the parameters, and makes optimizer steps and checkpoints."""
+        """The pipeline around the model, with methods for optimizer steps and checkpoints."""
         assert self._pipeline is not None  # made in `__init__`
         return self._pipeline
 
@@ -155,7 +155,7 @@ class LongRows:
         strange = [name for name in batch if name not in _TAKEN]
         if missing or strange:
             raise ConfigError(
-                f"LongRows takes {', '.join(_TAKEN)}, and this batch "
+                f"LongRows takes {', '.join(_TAKEN)}, but this batch "
                 + (f"lacks {', '.join(missing)}." if missing else f"also has {', '.join(strange)}.")
             )
         size, tokens, labels = self._exchange.size, batch["input_ids"], batch["labels"]
@@ -213,10 +213,10 @@ class LongRows:
             )
         strange = [n for n, given in options.items() if n not in _PASSED_ON and isinstance(given, torch.Tensor)]
         if strange or not getattr(module, "is_causal", True) or attention_mask is not None:
-            found = ", ".join(strange) or ("a mask" if attention_mask is not None else "tokens that see later ones")
+            found = ", ".join(strange) or ("a mask" if attention_mask is not None else "attention to later tokens")
             raise ConfigError(
-                f"{type(module).__name__} attends with {found}, which LongRows cannot split. Train this model with "
-                "wrap_model_to_roundpipe."
+                f"LongRows cannot split the attention of {type(module).__name__}, which uses {found}. Train this model "
+                "with wrap_model_to_roundpipe."
             )
         exchanged: Callable[..., torch.Tensor] = _Exchanged.apply
         queries, keys, values = (exchanged(tensor, self._exchange, True) for tensor in (query, key, value))

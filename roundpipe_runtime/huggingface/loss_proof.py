@@ -314,7 +314,7 @@ class Tail:
         }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
-        """Return the result for a model that has no loss, or that draws random numbers after its layers."""
+        """Return the proof for a model without loss, or with random numbers after its layers; else ``None``."""
         values = {} if rows.state is None else rows.state.values
         held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
         with calls_apart(self._piece):

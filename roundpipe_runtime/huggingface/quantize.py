@@ -121,8 +121,8 @@ class _Weights:
         found = self._read(name).detach()
         if found.shape != parameter.shape:
             raise ConfigError(
-                f"quantize_frozen: weights({name!r}) has shape {tuple(found.shape)}, but that weight has shape "
-                f"{tuple(parameter.shape)}."
+                f"quantize_frozen: weights({name!r}) returned shape {tuple(found.shape)}, but the weight has "
+                f"shape {tuple(parameter.shape)}."
             )
         return found
 

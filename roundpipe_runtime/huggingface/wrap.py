@@ -348,7 +348,7 @@ class WrappedModel(CutModel):
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model with its ``save_pretrained`` after the last optimizer step; with LoRA, save only adapters.
+        """Wait for the last optimizer step, and save the model with its ``save_pretrained``.
 
         Args:
             *args: positional arguments of the model's ``save_pretrained``.

@@ -298,8 +298,8 @@ class _MadeEntries(_ReadEntries):
         self.read.add(number)
         if self.get(number) is None:
             raise BatchStructureError(
-                f"A layer reads entry {number} of the cache that the model creates. With the example that the model "
-                f"was split with, the layer did not read this entry. {WRAP_WITH_BATCH}"
+                f"For this batch, a layer reads entry {number} of the cache that the model creates. For the example "
+                f"with which the model was split, the layer did not read this entry. {WRAP_WITH_BATCH}"
             )
 
 
@@ -318,7 +318,7 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
                 raise CutError(
                     "structure",
                     f"{calls[place]} and {calls[other]} use the same keys and values of a cache that the model "
-                    "creates, but layers of a pipeline cannot exchange keys and values in a cache.",
+                    "creates, but layers of a pipeline cannot share keys and values in a cache.",
                 )
 
 

@@ -39,7 +39,7 @@ def _collected() -> dict[str, Any]:
 
 
 def collected_so_far() -> tuple[tuple[str, int], ...]:
-    """Return how many outputs of each name, such as attentions, the running forward has captured by hooks."""
+    """Return how many outputs of each name, such as attentions, hooks have captured in the running forward."""
     return tuple((name, len(found)) for name, found in _collected().items() if name != _SELECTION)
 
 
@@ -85,7 +85,7 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install transformers' hooks on the layers of a model before its first forward; the hooks capture outputs."""
+    """Install transformers' hooks, which capture outputs of layers, on a model before its first forward."""
     # transformers itself would install hooks in the first forward, but that runs a copy of the model without layers
     if (module := sys.modules.get(_MODULE)) is None:
         for part in _decorated(model) if is_old() else ():

@@ -60,8 +60,8 @@ def check_equivalence(
     if not (worst_output <= limit and worst <= of_gradients):
         raise CutError(
             "values",
-            f"after the split, outputs differ by {worst_output:.1e} and gradients by {worst:.1e} ({name or 'none'}); "
-            f"at most {limit:.0e} and {of_gradients:.0e} are allowed",
+            f"outputs of the split model differ by {worst_output:.1e} (allowed: {limit:.0e}), and gradients by "
+            f"{worst:.1e} (allowed: {of_gradients:.0e}; largest for {name or 'no parameter'})",
         )
     return result
 

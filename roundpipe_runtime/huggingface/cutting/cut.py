@@ -187,7 +187,7 @@ def cut(
         return CutError(
             "example",
             f"{type(model).__name__} does not run on the example ({', '.join(kwargs)}): {type(error).__name__}: {error}"
-            "\nGive cut a batch of the model:\n    cut(model, example=batch)",
+            "\nPass a batch that the model accepts:\n    cut(model, example=batch)",
         )
 
     def refuse(error: Exception) -> None:
@@ -229,7 +229,7 @@ def _try(
     with torch.no_grad():
         calls, _ = observe(layers, lambda: model(**kwargs))
         if not calls:
-            raise CutError("layers", f"The forward of {type(model).__name__} calls none of {', '.join(layers)}.")
+            raise CutError("layers", f"{type(model).__name__} does not call the modules {', '.join(layers)}.")
         inside = {id(module) for layer in layers.values() for module in layer.modules()}
         embeddings = frozenset(
             name
@@ -319,7 +319,7 @@ def _run(
         if len(ends) > _MOST_PHASES:
             raise CutError(
                 "structure",
-                f"The model runs code between its layers {len(ends)} times or more, which is too often to split it.",
+                f"The model runs code outside of its layers {len(ends)} times or more, too often for a split.",
             )
 
 

@@ -298,8 +298,8 @@ class PhaseSession:
     def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         if (earlier := self.program.calls[place].layer) != layer:
             raise BatchStructureError(
-                f"The model called {layer} where it called {earlier} before, but each run must call the same layers. "
-                "Do not split the model:\n    wrap_model_to_roundpipe(model, use_sequential_preset=False)"
+                f"The model called {layer} where an earlier run called {earlier}, but each run must call the same "
+                "layers. Do not split the model:\n    wrap_model_to_roundpipe(model, use_sequential_preset=False)"
             )
         given = pytree.tree_leaves((args, kwargs), is_leaf=_box_below(kwargs))
         recorded = self.call_log.calls[place].arguments.leaves
@@ -388,7 +388,7 @@ class PhaseSession:
             if not has_layers(leaf):
                 raise CutError(
                     "structure",
-                    f"{layer} gets a {type(leaf).__name__} from the model, and layers cannot exchange its contents.",
+                    f"{layer} gets a cache of class {type(leaf).__name__}, which cannot be passed between layers.",
                 )
             reads = self.program.cache_reads
             only = None if reads is None else reads.get(place, frozenset())

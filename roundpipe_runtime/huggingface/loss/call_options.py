@@ -75,8 +75,8 @@ class SmoothedLoss(Static):
         """
         if self.shift_labels is None:
             raise LossError(
-                "SmoothedLoss: without a Hugging Face model, state whether labels are shifted:\n"
-                "    SmoothedLoss(0.1, shift_labels=True)"
+                "SmoothedLoss: without a Hugging Face model, pass shift_labels (True: token i predicts label i + 1; "
+                "False: token i predicts label i):\n    SmoothedLoss(0.1, shift_labels=True)"
             )
         if self.num_items_in_batch is not None:
             return self.of_logits(_logits(outputs), labels)

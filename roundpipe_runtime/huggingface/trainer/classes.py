@@ -179,7 +179,7 @@ class RoundPipeTrainer(PipelineTrainer):
             of_runs = {"microbatches": microbatches, "keep_parameters": keep_parameters}
             names = [*self._rp_options, *(name for name, value in of_runs.items() if value is not None)]
             if names:
-                raise ConfigError(f"The model is wrapped already: give {', '.join(names)} to wrap_model_to_roundpipe.")
+                raise ConfigError(f"The model is wrapped already: pass {', '.join(names)} to wrap_model_to_roundpipe.")
             if args is not None and args.torch_compile:
                 raise ConfigError(
                     "The model is wrapped already: torch_compile=True has no effect. Write instead:\n"
@@ -327,7 +327,7 @@ class RoundPipeTrainer(PipelineTrainer):
             if self.pipeline.replicas != self.args.world_size:
                 raise ConfigError(
                     f"{type(self).__name__} computes its own loss in each process, so a batch must have one group of "
-                    f"rows per process, {self.args.world_size}. Leave replicas={self.pipeline.replicas} out."
+                    f"rows per process ({self.args.world_size} groups). Leave replicas={self.pipeline.replicas} out."
                 )
             return super().get_train_dataloader()
         prepare = self.accelerator.prepare
@@ -391,7 +391,7 @@ class RoundPipeTrainer(PipelineTrainer):
         return super().get_batch_samples(iter(taken), num_batches, *args)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wait for an optimizer step in the background, and evaluate as the Trainer does."""
+        """Wait for the optimizer step, which may run in the background, and evaluate as the Trainer does."""
         self.pipeline.synchronize()
         if self.pipeline.ranks.size > 1:
             dataloader = CheckedLoader(dataloader, self.pipeline.ranks)

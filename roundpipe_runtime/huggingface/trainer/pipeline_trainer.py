@@ -238,9 +238,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as u
             for name, most in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
                 if (found := getattr(self.args, name) or 0) > most:
                     raise ConfigError(
-                        f'RoundPipeTrainer: update="in_backward" steps in each backward, and {name}={found} '
-                        f"needs all gradients first. Give TrainingArguments({name}={most}), or keep gradients: "
-                        'RoundPipeTrainer(..., update="in_place").'
+                        f'RoundPipeTrainer: update="in_backward" updates weights during each backward, but '
+                        f"{name}={found} needs all gradients first. Give TrainingArguments({name}={most}), or keep "
+                        'gradients: RoundPipeTrainer(..., update="in_place").'
                     )
             pipeline.step_with(made)
         return made
@@ -454,9 +454,9 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
     # has_copies: whether the optimizer works on copies of the parameters, because of `optim_dtype`
     if has_copies and options.get("optim_bits") == 8:
         raise ConfigError(
-            "RoundPipeTrainer: 8-bit optimizers cannot be combined with optim_dtype. The Trainer sets 32-bit states "
-            'for embeddings of the model, but the optimizer has copies of them. Use optim="adamw_torch"; its '
-            "state needs no device memory."
+            "RoundPipeTrainer: 8-bit optimizers cannot be combined with optim_dtype. The Trainer gives 32-bit states "
+            'to embeddings of the model, but not to their copies in optim_dtype. Use optim="adamw_torch"; its state '
+            "needs no device memory."
         )
     parameter = nn.Parameter(torch.zeros(_WITH_8_BITS))
     parameter.grad = torch.zeros_like(parameter)

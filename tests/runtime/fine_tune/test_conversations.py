@@ -115,10 +115,7 @@ MISTAKES = {
     "tools": ({"conversations": ASKED, "tools": "{"}, "a:1: 'tools' must be a list of objects"),
     "tool": ({**FORMS["Alpaca"], "tools": ["add"]}, "a:1: 'tools' must be a list of objects"),
     "settings": ({"messages": ASKED, "chat_template_kwargs": "x"}, "'chat_template_kwargs' must be an object"),
-    "beside text": (
-        {"prompt": "x", "completion": "y", "system": "z"},
-        "a:1 has 'system' besides text, and text has no",
-    ),
+    "beside text": ({"prompt": "x", "completion": "y", "system": "z"}, "a:1 has 'system' besides text, and text has"),
     "part": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image": "y"}]}, ASKED[1]]},
         "message 1 must have text in 'content', found a list",

@@ -252,6 +252,6 @@ def test_files_become_rows_of_tokens_below_the_vocabulary(tmp_path):
     made = read_blocks([tmp_path], ByteTokenizer(), length=4)
     assert made.tokens.tolist() == [[100, 100, 100, 1], [101, 101, 101, 1]]
     (tmp_path / "a.txt").write_text("abcdefgh")
-    with pytest.raises(FineTuneError, match="vocabulary of 105 tokens, .* bytes produces the token id 107"):
+    with pytest.raises(FineTuneError, match=r"vocabulary of 105 tokens, .* bytes produces the token id 107"):
         read_blocks([tmp_path / "a.txt"], ByteTokenizer(), length=4, vocab_size=105)
     assert read_blocks([tmp_path / "a.txt"], ByteTokenizer(), length=4, vocab_size=108).left_over == 1

@@ -165,7 +165,7 @@ def test_a_wrapped_model_warns_once(name, call):
 
     assert run({**batch, "position_ids": torch.arange(16).expand(2, -1)})[1] == []
     first, second = run(batch), run(batch)
-    assert len([text for text in first[1] if "packed rows" in text]) == (name in TOGETHER)
+    assert len([text for text in first[1] if "position_ids restart in a row" in text]) == (name in TOGETHER)
     assert second[1] == []
     with torch.no_grad():
         expected = model(**{**batch, "use_cache": False}).loss.item()

@@ -169,7 +169,7 @@ def test_texts_behind_each_other_are_one_row():
     found = pipeline(**batch, num_items_in_batch=torch.tensor(40))
     assert found.logits.shape == (1, 12, 128)
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
-    with pytest.raises(ConfigError, match=r"of the texts of all 2 rows.*\n    DataCollatorWithFlattening"):
+    with pytest.raises(ConfigError, match=r"of the texts in all 2 rows.*\n    DataCollatorWithFlattening"):
         pipeline(**{**batch, "input_ids": ids.reshape(2, 6)})
 
 

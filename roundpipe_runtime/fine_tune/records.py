@@ -297,7 +297,9 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
         expected, found = model.state_dict(), loaded.state_dict()
     for name, value in expected.items():
         if name not in found or not torch.equal(found[name].cpu(), value.cpu()):
-            raise FineTuneError(f"The saved weight {name} differs from the trained weight, so the model was not saved.")
+            raise FineTuneError(
+                f"The saved weight {name} differs from the trained weight, so the output folder was not written."
+            )
 
 
 CARD = "README.md"

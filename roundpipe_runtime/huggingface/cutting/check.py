@@ -60,8 +60,8 @@ def check_equivalence(
     if not (worst_output <= limit and worst <= of_gradients):
         raise CutError(
             "values",
-            f"outputs of the split model differ by {worst_output:.1e} (allowed: {limit:.0e}), and gradients by "
-            f"{worst:.1e} (allowed: {of_gradients:.0e}; largest for {name or 'no parameter'})",
+            f"after the split, outputs differ by {worst_output:.1e} and gradients by {worst:.1e} ({name or 'none'}). The "
+            f"limits are {limit:.0e} for outputs and {of_gradients:.0e} for gradients",
         )
     return result
 

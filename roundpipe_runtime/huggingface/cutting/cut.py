@@ -229,7 +229,7 @@ def _try(
     with torch.no_grad():
         calls, _ = observe(layers, lambda: model(**kwargs))
         if not calls:
-            raise CutError("layers", f"{type(model).__name__} does not call the modules {', '.join(layers)}.")
+            raise CutError("layers", f"{type(model).__name__} calls none of the modules {', '.join(layers)}.")
         inside = {id(module) for layer in layers.values() for module in layer.modules()}
         embeddings = frozenset(
             name

@@ -139,7 +139,7 @@ class RowAxes:
         """Find the batch axes of passed tensors by comparing their shapes for two batches of different sizes."""
         (held, spec), (others, other_spec) = state_leaves(whole), state_leaves(part)
         if spec != other_spec or not _are_alike(held, others):
-            raise CannotJoinError("layers return other structures for other rows")
+            raise CannotJoinError("layers return different structures for different rows")
         pairs, also = zip(held, others, strict=True), part.call_log.embedded
         values = tuple(_axis(a.shape, b.shape) if isinstance(a, torch.Tensor) else None for a, b in pairs)
         embedded = {
@@ -156,7 +156,7 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
     # the same layers were called, and returned the same structures
     made = [(one.results, one.captured, one.needed, one.keep, one.calls.keys(), one.embedded.keys()) for one in logs]
     if not is_alike or any(one != made[0] for one in made):
-        raise CannotJoinError("layers return other structures for other rows")
+        raise CannotJoinError("layers return different structures for different rows")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [_joined(column, axis) for column, axis in zip(columns, axes.values, strict=True)]
     values, boxes = pytree.tree_unflatten(joined, spec)
@@ -186,10 +186,10 @@ def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _axis(whole: Sequence[int], part: Sequence[int]) -> int | None:
     if len(whole) != len(part):
-        raise CannotJoinError(f"a layer output has {len(whole)} axes for some rows, but {len(part)} for fewer rows")
+        raise CannotJoinError(f"a tensor between layers has {len(whole)} axes for some rows, but {len(part)} for fewer")
     axes = [axis for axis, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
     if len(axes) > 1:
-        raise CannotJoinError(f"the batch axis of a layer output is unclear: {tuple(whole)} or {tuple(part)}")
+        raise CannotJoinError(f"several axes of a tensor depend on the number of rows: {tuple(whole)}, {tuple(part)}")
     return axes[0] if axes else None
 
 

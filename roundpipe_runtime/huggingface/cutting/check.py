@@ -60,8 +60,8 @@ def check_equivalence(
     if not (worst_output <= limit and worst <= of_gradients):
         raise CutError(
             "values",
-            f"after the split, outputs differ by {worst_output:.1e} and gradients by {worst:.1e} ({name or 'none'}). The "
-            f"limits are {limit:.0e} for outputs and {of_gradients:.0e} for gradients",
+            f"after the split, outputs differ by {worst_output:.1e} and gradients by {worst:.1e} ({name or 'none'}). "
+            f"The limits are {limit:.0e} for outputs and {of_gradients:.0e} for gradients",
         )
     return result
 

@@ -80,7 +80,7 @@ def train(
             return None
         lacks = str(error).partition(". Cut the layer")[0]
         return UserError(
-            f"--memory {step.memory} is too little: {lacks}. Raise --memory. Needed memory: roundpipe plan MODEL"
+            f"--memory {step.memory} is too little: {lacks}. Raise --memory; see a model's needs: roundpipe plan MODEL"
         )
 
     with contextlib.ExitStack() as stack:

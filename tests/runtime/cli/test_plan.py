@@ -188,7 +188,7 @@ def test_a_type_of_model_is_a_small_one(shown, found):
         (["--memory", "24"], "Write a number and its unit: --memory 24GiB"),
         (["--memory", "0GB"], "is not a size of memory"),
         (["--bandwidth", "0"], "--bandwidth must be a number above 0"),
-        (["--keep-parameters", "some"], "--keep-parameters must be a number of GB (0 or more) or auto, found 'some'"),
+        (["--keep-parameters", "some"], "--keep-parameters must be a number of GB (0 or more), or auto, found 'some'"),
         (["--flops", "nan"], "--flops must be a number above 0"),
         (["--devices", "gpu5x"], "names no device"),
         (["--devices", "virtual:0"], "names no device"),

@@ -107,7 +107,7 @@ class CheckpointWarning(RoundPipeWarning):
 
 
 class StoppedByRankError(DistributedError):
-    """Another rank failed, so this rank stops its call; afterwards, the error of that rank is raised instead."""
+    """Another rank failed, so this rank stops its call. The caller gets the error of the other rank instead."""
 
 
 class RankStepError(DistributedError):
@@ -233,9 +233,9 @@ def mixes_rows_forward(layer: nn.Module, number: int) -> SplitError:
     inner = next((type(m).__name__ for m in layer.modules() if getattr(m, "batch_first", None) is False), None)
     cause = "" if inner is None else f" ({inner} with batch_first=False)"
     return SplitError(
-        f"The batch is split along axis 0, and layer {number} ({kind}) mixes rows{cause}: for some rows together it "
-        "returns different values than for the same rows in two parts. Results would depend on the split. If the "
-        "rows are on another axis, name it; otherwise run the batch as one microbatch:\n"
+        f"The batch is split along axis 0, and layer {number} ({kind}) mixes rows{cause}: one call with some rows "
+        "returns different values than two calls with a part of these rows each. Results would depend on the split. If "
+        "the rows are on another axis, name it; otherwise run the batch as one microbatch:\n"
         '    RoundPipeRunConfig(split_input={"args[0]": TensorChunkSpec(1)}, merge_output=TensorChunkSpec(1))\n'
         "    RoundPipeRunConfig(num_microbatch=1)"
     )
@@ -244,9 +244,9 @@ def mixes_rows_forward(layer: nn.Module, number: int) -> SplitError:
 def mixes_rows_backward(layer: nn.Module, number: int) -> SplitError:
     return SplitError(
         f"The batch is split along axis 0, but the backward of layer {number} ({type(layer).__name__}) or of a later "
-        "layer mixes rows: the gradients of two parts do not add up to those of the whole, so results would depend on "
-        "the split. Causes are scale_grad_by_freq=True, a division by the number of rows, or detach() of some rows. "
-        "Run the batch as one microbatch:\n"
+        "layer mixes rows: the gradients of two parts of the rows do not add up to the gradient of all rows. Results "
+        "would depend on the split. Causes are scale_grad_by_freq=True, a division by the number of rows, or detach() "
+        "of some rows. Run the batch as one microbatch:\n"
         "    RoundPipeRunConfig(num_microbatch=1)"
     )
 

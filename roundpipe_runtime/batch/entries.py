@@ -49,7 +49,7 @@ class Entry:
 
     @property
     def stated(self) -> tuple[int, ...] | None:
-        """The row counts of microbatches that ``RoundPipePackedData`` stores; ``None`` if no row counts are stored."""
+        """The number of rows of each microbatch that a ``RoundPipePackedData`` stores, or ``None``."""
         if not isinstance(self.value, RoundPipePackedData):
             return None
         rows = tuple(count for count in self.value.rows if count is not None)
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def counted(self) -> tuple[int, ...] | None:
-        """The row counts in a ``RoundPipePackedData`` that stores no row counts, read from the shapes of tensors."""
+        """The number of rows of each microbatch, counted from the tensors of a ``RoundPipePackedData``, or ``None``."""
         if not isinstance(self.value, RoundPipePackedData) or self.stated is not None:
             return None
         # packed data is split by its entries, also with a rule that passes it whole
@@ -76,7 +76,7 @@ def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
 
 
 def check_registered(batch: FlatBatch, rules: Mapping[str, Rule]) -> None:
-    """Raise an error for an object that contains tensors, but whose class is not registered for flattening."""
+    """Raise an error if an object with tensors has a class that is not registered for flattening."""
     for flat in batch:
         if all(type(leaf.value) in _CLOSED for leaf in flat.leaves):
             continue
@@ -110,7 +110,7 @@ def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None
         if rule is not None and rule.dim not in (None, 0):
             raise SplitError(
                 f"{path}: the rule is TensorChunkSpec({rule.dim}), but a BlockMask is split along its batch, axis 0, "
-                "or passed whole to every microbatch:\n    TensorChunkSpec(0)\n    Replicate"
+                "or passed whole to every microbatch. Use one of these rules:\n    TensorChunkSpec(0)\n    Replicate"
             )
         axis = 0 if rule is None else rule.dim
         # a mask with a single row broadcasts over the batch
@@ -151,11 +151,11 @@ def is_cache(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTree:
-    """A nested value and the list of its pytree leaves; a ``BlockMask`` of flex attention counts as one leaf."""
+    """A nested value and the list of its pytree leaves."""
 
     name: str  # name of the value in key paths
     tree: Any
-    leaves: list[Leaf]
+    leaves: list[Leaf]  # a `BlockMask` of flex attention is one leaf
 
     @classmethod
     def of(cls, tree: Any, name: str) -> FlatTree:
@@ -245,7 +245,7 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
             continue
         if len(entry.value) != len(rows):
             raise SplitError(
-                f"{entry.path} has {len(entry.value)} microbatches, but {whose} made {len(rows)}. Make both equal."
+                f"{entry.path} has {len(entry.value)} microbatches, {whose} made {len(rows)}. Make the numbers equal."
             )
         own = entry.stated or entry.counted
         if own is None or None in rows or own == tuple(rows):

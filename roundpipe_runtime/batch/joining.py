@@ -56,7 +56,7 @@ def join(
     if merge is not None and not isinstance(merge, (bool, type)) and callable(merge):
         return merge(list(outputs))
     if len(outputs) != len(weights):
-        raise JoinError(f"{len(outputs)} outputs of microbatches cannot be joined with {len(weights)} weights.")
+        raise JoinError(f"Each microbatch needs one weight, found {len(outputs)} outputs and {len(weights)} weights.")
     rules: Rules = {}
     if merge is not None and merge is not True:
         names_paths = isinstance(merge, Mapping) and all(isinstance(k, str) and is_below(k, "outputs") for k in merge)
@@ -119,8 +119,8 @@ def _join_leaf(
     shapes = [tuple(t.shape) for t in tensors]
     axis = next((axis for axis, size in enumerate(shapes[0]) if size == rows[0]), 0)
     raise JoinError(
-        f"{path}: axis 0 of the shapes {shapes} does not match the microbatches' rows {list(rows)}, and the values "
-        "differ. Name the axis to join along, or give a function:\n"
+        f"{path}: the microbatches have {list(rows)} rows, but axis 0 of the tensors has other sizes: {shapes}. The "
+        "values also differ. Name the axis to join along, or pass a function:\n"
         f"    RoundPipeRunConfig(merge_output={{{path!r}: TensorChunkSpec({axis})}})\n"
         "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
     )
@@ -145,7 +145,7 @@ def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | No
             return tensors[0]
         raise JoinError(
             f"{path} is a scalar. Scalars are averaged, weighted by rows, but the rows of each microbatch are unknown. "
-            "Join the outputs:\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+            "Pass a function that joins the outputs:\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
         )
     total = math.fsum(weights)  # a tensor with weight 0 is ignored below, because it may be NaN
     if total == 0:

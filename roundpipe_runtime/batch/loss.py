@@ -58,7 +58,7 @@ class WeightedLoss(NamedTuple):
 
 
 class BackwardTerm(NamedTuple):
-    """A tensor and its initial gradient, for ``torch.autograd.backward(term.tensor, term.seed)``."""
+    """A loss and the gradient with which its backward starts: ``torch.autograd.backward(term.tensor, term.seed)``."""
 
     tensor: torch.Tensor  # loss
     seed: torch.Tensor  # gradient to start with, of the same dtype and device
@@ -99,7 +99,7 @@ def read_loss(value: Any) -> LossValue:
         total, weight = value
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
             raise LossError(
-                "the weight of a pair (sum, weight) requires grad, but is only the number of items in the sum:\n"
+                "the weight of a pair (sum, weight) requires grad, but a number of items has no gradient. Detach it:\n"
                 "    return WeightedLoss(total, weight.detach())"
             )
         if isinstance(weight, torch.Tensor):
@@ -127,7 +127,7 @@ def _format_items(ratios: Sequence[float], rows: int) -> str:
 
 
 class LossContract:
-    """Collects the losses of microbatches, computes their initial gradients, and computes the loss of the whole batch.
+    """Computes the loss of a batch from the losses of its microbatches, and the initial gradient of each backward.
 
     Each call of ``forward_backward`` creates a ``LossContract``. The threads that run the last layer call :meth:`add`
     for each microbatch; afterwards, any thread may call the other methods.
@@ -157,7 +157,7 @@ class LossContract:
         self._lock = threading.Lock()
 
     def add(self, index: int, value: Any, items: Sequence[float] = ()) -> list[BackwardTerm]:
-        """Add the loss of one microbatch, and return the tensors and initial gradients of its backward.
+        """Add the loss of one microbatch, and return the tensors and initial gradients for ``torch.autograd.backward``.
 
         Args:
             index: index of the microbatch.
@@ -179,8 +179,8 @@ class LossContract:
         if read.kind == "tensor" and self.reduction == "items":  # a mean over items becomes their sum and number
             if len(set(items)) != 1:
                 raise LossError(
-                    f"loss_fn computes {len(items)} means, over {_format_items(items, 1)}, but RoundPipe combines "
-                    "only one mean. Return the sum and the number of items, or compute the loss once for the whole "
+                    f"loss_fn computes {len(items)} means, over {_format_items(items, 1)}, but RoundPipe combines one "
+                    "mean per microbatch. Return the sum and the number of items, or compute one loss for the whole "
                     'batch:\n    return WeightedLoss(total, number)\n    RoundPipeRunConfig(loss_reduction="joined")'
                 )
             read = LossValue("pair", (read.tensors[0] * items[0],), items[0])
@@ -319,8 +319,8 @@ def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
         return False
     warn(
         f"The microbatches have different sizes: {list(rows)} rows, for num_microbatch={num_microbatch}. "
-        'loss_reduction="sum" adds losses of microbatches, so means divided by the number of microbatches do not add '
-        "up to the mean of the batch. Use one of:\n"
+        'loss_reduction="sum" adds the losses of microbatches. If loss_fn divides a mean by num_microbatch, the sum of '
+        "these losses is not the mean of the batch. Write one of:\n"
         '    RoundPipeRunConfig(loss_reduction="mean")  # loss_fn returns the mean over its rows\n'
         "    return WeightedLoss(total, weight)  # from loss_fn",
         UnevenSplitWarning,
@@ -351,8 +351,8 @@ def _is_pair(value: Any) -> bool:
 def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
     if tensor.numel() != 1:
         raise LossError(
-            f"{what} has shape {tuple(tensor.shape)}; a loss must be one number. Without loss_fn=, the output of the "
-            "model is the loss: pass loss_fn=. Reduce the loss in loss_fn:\n    return loss.sum()"
+            f"{what} has shape {tuple(tensor.shape)}, but a loss must be one number. Without loss_fn=, the output of "
+            "the model is used as the loss, so pass loss_fn=. In loss_fn, reduce the loss:\n    return loss.sum()"
         )
     if tensor.is_complex():
         raise LossError(f"{what} is complex, so it has no gradient. Return a real number:\n    return loss.abs()")

@@ -31,7 +31,7 @@ Role: TypeAlias = Literal["label", "mask", "output"]
 
 
 class NotProvenError(Exception):
-    """The loss function cannot be checked: it fails for a few rows, or returns different values at each call."""
+    """The loss function cannot be checked: it fails for a few rows, or equal calls return different values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def prove(
             again = evaluate(values)[0].losses
             pairs = zip(whole.losses, again, strict=False)
             if len(whole.losses) != len(again) or not all(compare(*pair, "sums") for pair in pairs):
-                raise NotProvenError("the loss function returns different values each time")
+                raise NotProvenError("the loss function returned different values in two equal calls")
             returned = " and ".join(f"{part.value} for {part.rows}" for part in parts)
             when = ", where labels or outputs have other values" if number else ""
             return Proof(None, compared, f"{whole.value} for {whole.rows} rows, and {returned} of them{when}")
@@ -197,7 +197,7 @@ class Column:
 
 
 def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
-    """Yield the outputs, labels and masks of a few rows, first unchanged and then with different values."""
+    """Yield arguments with which a loss function is checked: the outputs, labels and masks, then changed copies."""
     # ignored: labels that losses ignore
     yield [one.value for one in columns]
     draw = torch.Generator().manual_seed(5)
@@ -350,7 +350,7 @@ _PLACES = {functional.scaled_dot_product_attention: 4, functional.multi_head_att
 
 
 class NoDropout(TorchFunctionMode):
-    """Disables dropout in the with block, so that the losses of all rows and of some rows can be compared."""
+    """Disables dropout in the with block."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -368,7 +368,7 @@ class NoDropout(TorchFunctionMode):
 
 
 class SteadyDraws(NoDropout):
-    """Replaces all random numbers in the with block by constants, and disables dropout."""
+    """Replaces random numbers that are drawn in the with block with fixed numbers, and disables dropout."""
 
     # A tensor of n random integers becomes n - 1, n - 2, ..., 0, so `torch.randperm(n)` still returns a permutation.
     # generator: random generator of the device, such as `torch.Generator`. Default: only the host draws.

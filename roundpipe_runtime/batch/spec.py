@@ -65,7 +65,7 @@ class TensorChunkSpec:
 
     @property
     def split_dim(self) -> int:
-        """The axis along which a tensor is split, under the name that ``torch.distributed.pipelining`` uses."""
+        """The attribute ``dim``, under the name that ``TensorChunkSpec`` of ``torch.distributed.pipelining`` uses."""
         return self.dim
 
 

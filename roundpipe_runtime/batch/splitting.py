@@ -136,7 +136,7 @@ def _rules(num_microbatch: int, split_input: Any, split_label: Any) -> Rules:
         rules = read_rules(split_input[0], "args") | read_rules(split_input[1], "kwargs")
     else:
         raise SplitError(
-            "split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found "
+            "split_input must be (rules of args, rules of kwargs), a mapping from key paths or a function, found "
             f"{format_value(split_input)}. For one argument, split along axis 0:\n"
             "    RoundPipeRunConfig(split_input=((TensorChunkSpec(0),), None))"
         )
@@ -210,7 +210,7 @@ def _rows(
         )
     for path, size in cut.items():
         if size < len(rows):
-            raise SplitError(f"{path} has only {size} rows, but the packed data has {len(rows)} microbatches.")
+            raise SplitError(f"{path} has only {size} rows, but {paths} has entries for {len(rows)} microbatches.")
     return rows
 
 
@@ -269,7 +269,7 @@ def _split_by_functions(
         labels = list(made)
     if calls is not None and labels is not None and len(calls) != len(labels):
         raise SplitError(
-            f"split_input made {len(calls)} microbatches, but split_label {len(labels)}. Both numbers must be equal."
+            f"split_input made {len(calls)} microbatches, split_label made {len(labels)}. Both numbers must be equal."
         )
     named_calls = [{"args": call[0], "kwargs": call[1]} for call in calls or []]
     named_labels = [{"label": one} for one in labels or []]
@@ -300,8 +300,8 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
         axes = [None] * len(entries)
     elif not decided.apart and (None in rows or sum(count or 0 for count in rows) != decided.batch):
         raise SplitError(
-            f"{', '.join(trees)}: {decided.batch} rows cannot be split into the sizes {list(rows)}, which your split "
-            "function returned for inputs or labels. Give split functions for inputs and labels:\n"
+            f"{', '.join(trees)}: {decided.batch} rows cannot be split like the microbatches of {list(rows)} rows that "
+            f"{whose} returned. Pass split functions for both inputs and labels:\n"
             "    RoundPipeRunConfig(split_input=..., split_label=...)"
         )
     spec = pytree.tree_structure(held(tuple(trees.values())))
@@ -319,8 +319,8 @@ def _entry_by_entry(
             return value
         if len(value) != count:
             raise SplitError(
-                f"The split function made {count} microbatches, but the packed data has {len(value)}. Make "
-                f"{len(value)} microbatches, or return RoundPipePackedData with {count} entries."
+                f"The split function made {count} microbatches, but a RoundPipePackedData has {len(value)} entries. "
+                f"Make {len(value)} microbatches, or return RoundPipePackedData with {count} entries."
             )
         return value[index]
 
@@ -384,7 +384,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
         without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
         raise SplitError(
             f"Tensors with a batch axis have different numbers of rows: {_format_sizes(known)}. Slice or repeat these "
-            "tensors to the same number of rows before the call. Or split each tensor for itself: in split_input and "
+            "tensors to the same number of rows before the call. Or pass a rule for each tensor: in split_input and "
             f"split_label, also pass TensorChunkSpec(axis) for {', '.join(without)}."
         )
     of_inputs = _sizes([e for e in inputs if not e.is_known])
@@ -470,8 +470,8 @@ def _ambiguous(found: dict[int, list[str]]) -> SplitError:
     largest = max(found)
     other = next(paths[0] for size, paths in found.items() if size != largest)
     return SplitError(
-        f"It is not clear how many rows the batch has: axis 0 has {_format_sizes(found)}. Name the tensors that every "
-        "microbatch gets whole:\n"
+        f"It is not clear how many rows the batch has. The sizes of axis 0: {_format_sizes(found)}. Name the tensors "
+        "that every microbatch gets whole:\n"
         f"    RoundPipeRunConfig(split_input={{{other!r}: Replicate}})"
     )
 
@@ -479,7 +479,7 @@ def _ambiguous(found: dict[int, list[str]]) -> SplitError:
 def _unlike(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) -> SplitError:
     path = next(iter(of_labels.values()))[0]
     return SplitError(
-        f"Labels and inputs have different numbers of rows: axis 0 has {_format_sizes(of_inputs)}; "
+        f"Labels and inputs have different numbers of rows: {_format_sizes(of_inputs)}; "
         f"{_format_sizes(of_labels)}. Labels are split with the inputs, row by row, so both need the same number of "
         f"rows. To pass labels whole to every microbatch:\n    RoundPipeRunConfig(split_input={{{path!r}: Replicate}})"
     )

@@ -177,7 +177,7 @@ def appearing(
 
 @contextlib.contextmanager
 def only_writer(folder: pathlib.Path) -> Iterator[None]:
-    """Create a folder, into which no other process can write a checkpoint during the with block."""
+    """Create a folder for checkpoints if it is missing, and lock the folder for other writers during the with block."""
     if not folder.is_dir():
         if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
             path = file.with_name(f"{file.stem}-checkpoints")
@@ -201,7 +201,7 @@ def remove_leftovers(folder: pathlib.Path) -> None:
 
 
 def remove_old(folder: pathlib.Path, keep: int | None) -> None:
-    """Remove checkpoints older than the last ``keep`` complete checkpoints; ``None`` keeps all."""
+    """Remove all checkpoints that are older than the newest ``keep`` complete checkpoints; ``None`` keeps all."""
     if keep is None:
         return
     there = checkpoints_in(folder)
@@ -211,7 +211,7 @@ def remove_old(folder: pathlib.Path, keep: int | None) -> None:
 
 
 def remove_checkpoint(path: pathlib.Path) -> None:
-    """Rename a checkpoint, then delete it, so that an interruption leaves no partial checkpoint under its name."""
+    """Rename a checkpoint, then delete it, so that an interruption leaves no partial checkpoint under the old name."""
     leaving = path.with_name(f".{path.name}.leaving")
     path.rename(leaving)
     shutil.rmtree(leaving, ignore_errors=True)

@@ -87,7 +87,7 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
     if homeless:
         first, dtype = homeless[0], stored["masters"][homeless[0]].dtype
         raise CheckpointError(
-            f"The saved optimizer used {dtype} copies of {len(homeless)} parameters, like {first}; your optimizer does "
+            f"The checkpoint has {dtype} master weights for {len(homeless)} parameters, like {first}; your model does "
             f"not. Create the pipeline with master weights of this dtype:\n    RoundPipe(model, optim_dtype={dtype})"
         )
 
@@ -118,7 +118,7 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
 
 
 def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
-    """Load safetensors weights a few at a time, or return ``False`` if their names or shapes do not match the model."""
+    """Load weights from safetensors files into a model; return ``False`` if names or shapes do not match the model."""
     with open_tensors(folder, "model") as tensors:
         state = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         first: dict[int, str] = {}

@@ -134,13 +134,13 @@ def save_checkpoint(
     """
     need_safetensors()
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"save_checkpoint: keep must be a number of at least 1, or None for all, found {keep!r}.")
+        raise ConfigError(f"save_checkpoint: keep must be a number of at least 1, or None to keep all, found {keep!r}.")
     if not isinstance(data, (dict, type(None))):
         raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
     for _, pipeline in model_state.pipelines_of(model) if is_async else ():
         if pipeline.host != HOST_IN_MEMORY:
             raise ConfigError(
-                f"save_checkpoint(is_async=True) copies the state in memory, and {pipeline.name} has "
+                f"save_checkpoint(is_async=True) copies the training state into memory, but {pipeline.name} has "
                 f'host="{pipeline.host}", so the copy may not fit. Save synchronously:\n'
                 "    save_checkpoint(folder, model, optimizer=optimizer, is_async=False)"
             )

@@ -68,7 +68,7 @@ def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: An
 def read_shards(
     folder: pathlib.Path, names: Callable[[str], bool], like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Read sharded tensors without communication; any number of processes may have written them."""
+    """Read the sharded tensors of a checkpoint; any number of processes may have written them."""
     # like: DTensors by name, whose mesh and placements are used for the read tensors; other tensors are read whole
     if not (folder / SHARDS).is_dir():
         return {}
@@ -81,7 +81,7 @@ def read_shards(
     stated = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in metadata.values())
     held = sum(file.stat().st_size for file in (folder / SHARDS).iterdir())
     if stated > held:
-        raise DamagedCheckpointError(f"{folder / SHARDS} is damaged: files have {held:,} bytes, tensors {stated:,}.")
+        raise DamagedCheckpointError(f"{folder / SHARDS} is damaged: it has {held:,} of {stated:,} bytes of tensors.")
     for name, described in metadata.items():
         if not names(name):
             continue

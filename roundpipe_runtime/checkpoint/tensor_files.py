@@ -171,7 +171,7 @@ def _decode_parts(stored: Any, read: _Read) -> Any:
     if kind is None or not hasattr(kind, "__tensor_unflatten__"):
         module, _, name = stored["class"].rpartition(".")
         raise CheckpointError(
-            f"The checkpoint contains tensors of class {name}, which torch does not know. Import the class first:\n"
+            f"The checkpoint contains tensors of class {name}, which torch loads only after an import. First write:\n"
             f"    import {module}"
         )
     rest = _decode(stored["rest"], read)

@@ -35,7 +35,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RankStore(ParameterStore):
-    """Stores all parameters, and all tensors that the optimizer updates, on every rank."""
+    """Stores all parameters, gradients and master weights of a model on every rank."""
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None, ranks: Ranks) -> None:
         super().__init__(model, optim_dtype)
@@ -53,7 +53,7 @@ class RankStore(ParameterStore):
 
 
 class ShardedStore(RankStore):
-    """Stores whole parameters on every rank, but splits the tensors that the optimizer updates between ranks."""
+    """Stores whole parameters on every rank; each rank stores its share of the gradients and master weights."""
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None, ranks: Ranks) -> None:
         super().__init__(model, optim_dtype, ranks)
@@ -109,7 +109,7 @@ class ShardedStore(RankStore):
                 local_of(shard.tensor.grad).zero_()
 
     def show_gradients(self) -> None:
-        """Do nothing: the gradients stay in shards, since no rank has memory for all gradients."""
+        """Do nothing: each rank has gradients for its shards of the parameters only."""
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         self.add_gradients([{p: self._loaded(p, gradients[name]) for name, p in self._listed() if name in gradients}])
@@ -148,7 +148,7 @@ class ShardedStore(RankStore):
 
     @torch.no_grad()
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Exchange updated rows of parameters between ranks, and also update the host copies that stages upload."""
+        """Exchange the rows of parameters that each rank has updated, and update the host copies that stages read."""
         names = self._names()
         fresh = [p for p in parameters if p.requires_grad and names.get(id(p)) and id(p) not in self._published]
         # no optimizer has the other parameters
@@ -176,7 +176,7 @@ class ShardedStore(RankStore):
 
 
 class Target:
-    """The tensor of a parameter that this rank's optimizer updates: a view of the parameter, or a master weight."""
+    """The tensor that this rank's optimizer updates for a parameter: a view of the parameter, or a master weight."""
 
     # If the optimizer works in the dtype of the parameter, the updated tensor is a view of this rank's rows of the
     # parameter. If the optimizer works in another dtype, the updated tensor is a master weight. A frozen parameter

@@ -328,7 +328,7 @@ class LayerFootprint:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the layer's buffers; a layer that has buffers is copied to the device again for its backward."""
+        """Size of the layer's buffers in bytes."""
         return self.param_bytes - self.frozen_bytes - self.trained_bytes - self.slice_bytes
 
 
@@ -466,7 +466,7 @@ def _measure(
 
 
 class Parts:
-    """A fake device, which counts the bytes of embedding rows and head slices that a real device would copy."""
+    """A fake device that counts how many bytes of large embedding and head matrices a real device would copy."""
 
     torch_device = torch.device("meta")
 
@@ -495,7 +495,7 @@ class _NoSum(HostSum):
 
 @contextlib.contextmanager
 def standing_tables(contents: LayerContents) -> Iterator[Parts]:
-    """In a ``with`` block, replace large embedding and head matrices by placeholders that count copied bytes."""
+    """In a ``with`` block, replace large embedding and head matrices with placeholders that count copied bytes."""
     parts, places, no_sum = Parts(), [], functools.partial(_NoSum, torch.empty(0))
     device, made = cast(Device, parts), dict[int, nn.Parameter]()
     for slot in contents.slots:

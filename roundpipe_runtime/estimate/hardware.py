@@ -72,7 +72,7 @@ class Hardware:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether devices are simulated on the CPU, where a stage is loaded only after the previous stage has ended."""
+        """Whether the devices are simulated on the CPU."""
         return self.kind == "cpu"
 
 
@@ -131,7 +131,7 @@ def describe_hardware(
 
 
 def device_names(devices: str | None = None) -> tuple[str, ...]:
-    """Return the names of the single devices, such as ``cuda:0``, which need not exist on this machine."""
+    """Return the name of each device in a text such as ``"cuda:0,cuda:1"``; the machine may lack these devices."""
     if devices is None or devices.startswith("virtual"):
         found = parse_devices(devices)
         for device in found:
@@ -167,14 +167,14 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> flo
 
 
 def copy_rate(device: torch.device) -> float:
-    """Measure the bytes per second of a copy from the host (pinned memory for accelerators) to a device."""
+    """Measure how many bytes per second are copied from host memory to a device."""
     source = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device.type != "cpu")
     target = torch.empty_like(source, device=device)
     return _COPIED / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def host_memory_rate() -> float:
-    """Measure the bytes per second that the host reads and writes in total while it copies memory."""
+    """Measure how many bytes per second the host reads and writes, in total, while it copies memory."""
     return 2 * copy_rate(torch.device("cpu"))
 
 
@@ -219,7 +219,7 @@ _NUMBERS = ("flops", "link", "memory", "host", "host_rate", "down", "call", "dis
 
 
 def save_machine(machine: Hardware, path: str | os.PathLike[str]) -> None:
-    """Write a machine profile to a JSON file.
+    """Write a machine profile (speed and memory of the devices and the host) to a JSON file.
 
     Args:
         machine: description of the devices and the host.
@@ -229,7 +229,7 @@ def save_machine(machine: Hardware, path: str | os.PathLike[str]) -> None:
 
 
 def load_machine(path: str | os.PathLike[str]) -> Hardware:
-    """Load a machine profile, which was measured or written by hand. Rates are per second, sizes are in bytes.
+    """Load a machine profile: a JSON file with the memory sizes (bytes) and rates (per second) of a machine.
 
     ::
 
@@ -374,7 +374,7 @@ _CALLS = 5
 
 
 def call_seconds() -> float:
-    """Measure the CPU seconds that a pipeline needs in addition to the layers, per layer and microbatch."""
+    """Measure the CPU time, in seconds, that a pipeline adds to the time of each layer for each microbatch."""
     layers = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)])
     inputs = torch.ones(_MICROBATCHES, _WIDTH)
     last = _LAYERS - 4

@@ -150,7 +150,7 @@ def simulate(
     if host == "disk":
         if machine.disk_read is None or machine.disk_write is None:
             raise ConfigError(
-                "How fast the disk reads and writes is not known. Measure the disk:\n"
+                "The rates at which the disk reads and writes are not known. Measure the disk:\n"
                 "    roundpipe doctor --disk DIR --machine FILE"
             )
         disk = disk_use(plan, loads)

@@ -97,7 +97,7 @@ class HostMemory:
 
 
 def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Return the bytes of gradients that copies of a stage send each other per microbatch, in the parameters' dtype."""
+    """Return the bytes of gradients that devices send each other per microbatch if several devices run the stage."""
     if stage.copies == 1:
         return 0
     return sum(min(layers[index].grad_bytes, layers[index].param_bytes) for index in stage.layers)
@@ -248,7 +248,7 @@ def room_to_keep(
     *,
     fits: bool,
 ) -> float:
-    """Return the bytes of parameters that may stay on each device, by the same rule as the runtime."""
+    """Return how many bytes of parameters may stay on each device from step to step (``keep_parameters``)."""
     # wanted: `keep_parameters` of `RoundPipeRunConfig`
     # memory: bytes of a device, `None` if not known
     # fits: whether there is room for all parameters and gradients at once
@@ -472,7 +472,7 @@ def expected_share(experts: int, per_token: float, tokens: float) -> float:
 
 
 def unread_bytes(layer: LayerFootprint, tokens: int, num_microbatch: int) -> tuple[float, float]:
-    """Return the expected bytes of a layer's experts that a step does not upload, and of gradients not downloaded."""
+    """Return how many bytes of a layer's experts a step is expected not to upload, and of gradients not to download."""
     # tokens: tokens of the step, all microbatches
     if not (layer.experts and tokens):
         return 0.0, 0.0

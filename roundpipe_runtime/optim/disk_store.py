@@ -90,7 +90,7 @@ class DiskStore(ParameterStore):
         return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Start to write the dense gradients of a layer to the disk, and return the gradients with their events."""
+        """Start to write a layer's dense gradients to the disk; return all gradients, with events for their end."""
         moves: collections.deque[tuple[Tensor, Event, Tensor]] = collections.deque()
         places: dict[nn.Parameter, Tensor] = {}
         found: Landed = {}
@@ -145,8 +145,8 @@ class DiskStore(ParameterStore):
         if has_closure or not can_step_in_parts(optimizer):
             reason = "was given a closure" if has_closure else "does not update one parameter after the other"
             raise ConfigError(
-                f'{type(optimizer).__name__} {reason}, but host="disk:{self.memory.folder}" steps layer by layer. Use '
-                "AdamW without a closure, for example, or keep the model in memory:\n"
+                f'{type(optimizer).__name__} {reason}, but host="disk:{self.memory.folder}" updates one layer at a '
+                "time. Use AdamW without a closure, for example, or keep the model in memory:\n"
                 '    RoundPipe(model, host="memory")'
             )
         contents = scan(self._layers)
@@ -216,8 +216,8 @@ class DiskStore(ParameterStore):
 
     def freeze(self) -> None:
         raise ConfigError(
-            f'step(..., is_async=True) needs a copy of all parameters, but host="disk:{self.memory.folder}" has no '
-            'memory for the copy. Run the optimizer step layer by layer:\n    model.step(step_fn, is_async="exact")'
+            "step(..., is_async=True) copies all parameters into memory, which may be too small for them with "
+            f'host="disk:{self.memory.folder}". Step layer by layer:\n    model.step(step_fn, is_async="exact")'
         )
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ def _paged(nbytes: int) -> int:
 
 @functools.cache
 def clip_by_parts() -> None:
-    """Let ``clip_grad_norm_`` of torch read gradients on a disk a few at a time, with bitwise identical results."""
+    """Make torch's ``clip_grad_norm_`` read gradients on a disk a few at a time, with bitwise identical results."""
     if (found := norm_and_scaling()) is None:  # another torch, which reads all gradients into memory at once
         return
     module, *names = found

@@ -70,7 +70,7 @@ class InBackwardStore(ParameterStore):
             raise ConfigError(
                 f'update="in_backward": {type(next(iter(self._not_called))).__name__}.step() was not called after the '
                 "last forward_backward. Call step() after each forward_backward: gradients of two calls cannot be "
-                "added, because forward_backward has used them up. Split larger batches into more microbatches:\n"
+                "added, because each call uses up its gradients. For larger batches, use more microbatches:\n"
                 "    RoundPipeRunConfig(num_microbatch=...)"
             )
         if not self._optimizers:
@@ -89,7 +89,7 @@ class InBackwardStore(ParameterStore):
             elif parameter.grad is not None:
                 reason = "it has an older gradient, which no step would see: call optimizer.zero_grad()"
             if reason:
-                raise ConfigError(f'update="in_backward" cannot step a parameter {tuple(parameter.shape)}: {reason}.')
+                raise ConfigError(f'update="in_backward" cannot update a {tuple(parameter.shape)} parameter: {reason}.')
         for optimizer in self._optimizers:
             name = type(optimizer).__name__
             before = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if hook is not check_shapes]
@@ -189,7 +189,7 @@ class _Steps:
         self._found: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
 
     def complete(self, layer: int, gradients: Landed) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the gradients that ``layer`` completes, each summed over all layers that use the parameter."""
+        """Add gradients of a layer; return those that are now complete, summed over all layers with the parameter."""
         for parameter, (gradient, _) in gradients.items():
             self._found.setdefault(parameter, {})[layer] = gradient.to(dtype_of_gradient(parameter))
         found = {}

@@ -96,7 +96,7 @@ class LayerContents:
         return sum(map(self.nbytes_of, self.parts())) + buffers
 
     def nbytes_of(self, part: torch.Tensor) -> int:
-        """Return how many bytes of a tensor are on a device at the same time; rows of large embeddings do not count."""
+        """Return how many bytes of a parameter a device holds at once; 0 for an embedding that is copied row by row."""
         if (table := self.tables.get(id(part))) is None:
             return sent_nbytes(part)
         rows = min(_SLICES_AT_ONCE * (table.slice_rows or 0), part.shape[0]) if table.is_head else 0
@@ -232,7 +232,7 @@ def rule_for(
 def needed_bytes(
     layer: LayerContents, gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype
 ) -> tuple[int, int]:
-    """Return the bytes that the planner counts for a layer on a device, and for the gradients of the layer."""
+    """Return the device memory for the parameters and buffers of a layer, and for its gradients, in bytes."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     summed = [p for p in trained if id(p) not in layer.tables and gradient_dtype(p) != sent_dtype(p)]
     sums = sum(p.numel() * gradient_dtype(p).itemsize for p in summed)

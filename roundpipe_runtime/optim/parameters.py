@@ -45,7 +45,7 @@ def resized_late() -> ConfigError:
 
 
 class ParameterStore:
-    """Stores master weights and gradients of a model, and copies of parameters that are read while a step runs."""
+    """Stores a model's master weights and gradients, and copies of parameters for stages during an optimizer step."""
 
     # optim_dtype: dtype in which the optimizer works; `None` for the dtype of each parameter
     # kept_dtype: dtype of the gradients of master weights between a run and the step; `None` for the same as the weight
@@ -77,7 +77,7 @@ class ParameterStore:
                 yield f"{prefix}.{name}" if prefix else name, self._target(names[id(parameter)], parameter)
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
-        """Add gradients to the gradient buffers of the parameters, in the given order."""
+        """Add gradients of layers to ``grad`` of the parameters or of their master weights, in the given order."""
         # gradients: one mapping per layer, last layer first, so that the order of sums does not depend on the plan
         names = self._names() if self.optim_dtype else {}
         watched: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -105,7 +105,7 @@ class ParameterStore:
                 self._masters[name].show(parameter)
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype of the tensor that the optimizer updates, in which gradients are summed."""
+        """Return the dtype in which a parameter's gradients are summed, and in which the optimizer updates it."""
         return self.optim_dtype if self.optim_dtype and parameter.is_floating_point() else parameter.dtype
 
     def dtype_between(self, parameter: nn.Parameter) -> torch.dtype:
@@ -196,10 +196,10 @@ class ParameterStore:
         return lambda layer: nullcontext()
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
-        """Move the optimizer state of a parameter to where this store keeps it; by default, do nothing."""
+        """Move the optimizer state of a parameter, for example to a disk; by default, do nothing."""
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """Run an optimizer step if torch cannot run it, and return the optimizer that torch steps after this call."""
+        """If torch cannot run an optimizer's step, run it here; return the optimizer that torch steps afterwards."""
         return widened(optimizer, args, kwargs)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
@@ -230,7 +230,7 @@ class ParameterStore:
         return self._shadows.get(id(parameter), parameter)
 
     def freeze(self) -> None:
-        """Copy trained parameters that have no master weight; stages read these copies during an optimizer step."""
+        """Copy trained parameters without master weights, so that stages can read copies during an optimizer step."""
         self.note_names()
         missing = {
             id(parameter): parameter.detach()
@@ -244,7 +244,7 @@ class ParameterStore:
             self._shadows[key] = tensor.clone() if place is None else place.copy_(tensor)
 
     def note_names(self) -> None:
-        """Store the names of the host parameters until :meth:`thaw`."""
+        """Store the host parameters with their names until :meth:`thaw`, because a forward replaces the parameters."""
         self.take_gradients(hides=True)  # a background step frees each gradient after its use
         self._before = list(self.model.named_parameters(remove_duplicate=False))  # a forward replaces them
 

@@ -87,7 +87,7 @@ class OptimizerParts:
                 gradient, version = gradients.pop(parameter)
                 if gradient._version != version:
                     raise StageError(
-                        f"The gradient of a parameter {tuple(parameter.shape)} was written while the optimizer's step "
+                        f"The gradient of a {tuple(parameter.shape)} parameter was written while the optimizer's step "
                         'still needed it. Clear gradients in the function given to step(..., is_async="exact"):\n'
                         '    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async="exact")'
                     )
@@ -144,8 +144,8 @@ def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return optimizer
     if any(argument is not None for argument in (*args[1:], *kwargs.values())):
         raise ConfigError(
-            f"{type(optimizer).__name__} was given a closure, but gradient_dtype needs gradients before the step. Make "
-            "the pipeline without gradient_dtype:\n    RoundPipe(model, optim_dtype=torch.float32)"
+            f"{type(optimizer).__name__} was given a closure, but gradient_dtype needs all gradients before the step. "
+            "Leave out gradient_dtype:\n    RoundPipe(model, optim_dtype=torch.float32)"
         )
     parts = OptimizerParts(optimizer)
     # one parameter at a time if possible, so that few wide gradients are in memory
@@ -277,7 +277,7 @@ LANDING = 2  # layers whose gradients may be in transit from devices to the disk
 
 
 class LandingQueue:
-    """Runs a task for the gradients of each layer in a thread, and limits the number of unfinished tasks."""
+    """Runs one task per layer in a thread, for the layer's gradients, and limits the number of unfinished tasks."""
 
     def __init__(self, name: str) -> None:
         self._worker = Worker(name)

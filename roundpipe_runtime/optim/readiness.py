@@ -20,7 +20,7 @@ from ..errors import StageError
 
 @dataclasses.dataclass(slots=True)
 class LayerReadiness:
-    """The version of one layer's parameters, the number of readers, and whether a step is replacing the parameters.
+    """The version of one layer's parameters, the number of stages that read them, and whether a step replaces them.
 
     >>> layer = LayerReadiness()
     >>> layer.start_read(0); layer.can_write(1); layer.end_read(); layer.can_write(1)
@@ -77,7 +77,7 @@ def _require(allowed: bool, problem: str, layer: LayerReadiness) -> None:
 
 
 class ReadinessTable:
-    """Makes stages wait for a version of a layer's parameters, and makes steps wait until no stage reads the layer."""
+    """Makes stages wait for a version of a layer's parameters, and optimizer steps until no stage reads the layer."""
 
     def __init__(self, num_layers: int) -> None:
         self._layers = [LayerReadiness() for _ in range(num_layers)]

@@ -242,8 +242,8 @@ class StepRunner:
                 return  # the step runs as it would in the caller's thread, which waits for it
             raise StageError(
                 f"A function given to {self._call()} called the pipeline, which waits for that function. In a step "
-                "function, call the optimizer, but not the model. An optimizer that calls the model, like LBFGS, must "
-                "step at once:\n    model.step(step_fn)"
+                "function, call the optimizer, but not the model. Run an optimizer that calls the model, like LBFGS, "
+                "in the foreground:\n    model.step(step_fn)"
             )
         if update is None:
             return
@@ -304,7 +304,7 @@ class StepRunner:
             self._publication = None
 
     def wait_written(self) -> None:
-        """Wait until no thread writes parameters, which may still lack the result of a background optimizer step."""
+        """Wait until no thread writes parameters, even if the result of a background step is not copied to them yet."""
         self.resume()
         self.wait_update()
         if not self.is_here():
@@ -367,7 +367,7 @@ def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) 
 
 
 class LayerSteps:
-    """Runs an optimizer step in the background; the next pipeline call can read each layer once it is updated."""
+    """Runs an optimizer step in the background; the next pipeline call waits for each layer until it is updated."""
 
     # expected: number of optimizers that the function steps; the caller continues when the last step has begun. `None`
     # if the number is not known: the caller continues when the function has ended.
@@ -431,7 +431,7 @@ class LayerSteps:
             obstacle = f"{name} does not update one parameter after the other."
         if obstacle is not None and self.is_ahead:
             raise StageError(
-                f"{obstacle} The next forward, which may have begun, reads the weights. End the step before it:\n"
+                f"{obstacle} The next forward may already read the weights. End the step before the next forward:\n"
                 "    model.step(step_fn)"
             )
         self.met += 1

@@ -93,7 +93,7 @@ class Adam(torch.optim.Adam):
 
 
 def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Raise an error for a resized parameter, because the fused kernel would write outside of its moments."""
+    """Raise an error for a resized parameter, because the fused kernel would write outside of Adam's moments."""
     for one in [one for group in optimizer.param_groups for one in group["params"]]:
         moments = optimizer.state.get(one, {}).get("exp_avg", one)
         gradient = one if one.grad is None else one.grad
@@ -175,7 +175,7 @@ def taking_over(taker: Taker | None) -> Iterator[None]:
 
 
 def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
-    """Register a running optimizer step: other threads wait for its end before they step, save or load it."""
+    """Register a running step: other threads wait for its end before they step, save or load the optimizer."""
     if optimizer not in _WATCHED:
         _WATCHED.add(optimizer)
         optimizer.register_state_dict_pre_hook(_wait)

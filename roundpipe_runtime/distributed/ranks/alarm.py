@@ -82,7 +82,7 @@ class Alarm:
         return found
 
     def find_gone(self) -> list[int]:
-        """Return the ranks that do not answer a message, or rank 0 if the key-value store does not answer."""
+        """Return the ranks that do not answer a message; return rank 0 if the key-value store on it does not answer."""
         if self._gone is None and self._store is not None and self._size > 1:
             try:
                 self._gone = self._ask() or None
@@ -105,7 +105,7 @@ class Alarm:
         return sorted(missing) if self._gone is None else self._gone
 
     def seconds_stopped(self, rank: int) -> float:
-        """Return how many seconds a signal (SIGSTOP) has recently stopped the process of a rank."""
+        """Return for how many seconds the process of a rank was recently stopped by a signal (SIGSTOP)."""
         seconds, seen = self._last_stop.get(rank, (0.0, 0.0))
         return seconds if time.monotonic() - seen < _RECENT else 0.0
 

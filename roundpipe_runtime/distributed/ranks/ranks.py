@@ -34,7 +34,7 @@ _CHANNELS: tuple[Channel, ...] = ("control", "data", "weights", "step")
 
 
 class Ranks:
-    """The processes (ranks) that train one model, and their exchanges; this base class is for a single process."""
+    """The processes (ranks) that train one model and exchange values; this base class is for a single process."""
 
     mesh: DeviceMesh | None = None  # mesh of the ranks; `None` for a process alone
 
@@ -72,7 +72,7 @@ class Ranks:
 
 
 class MeshRanks(Ranks):
-    """The processes (ranks) of a ``DeviceMesh`` that train one model, and their exchanges over gloo."""
+    """The processes (ranks) of a ``DeviceMesh`` that train one model and exchange values over gloo."""
 
     # mesh: mesh of host devices: `(N,)` for shards over all ranks; `(M, K)` for M copies of K shards
 
@@ -164,7 +164,7 @@ class MeshRanks(Ranks):
 
 
 def meet(mesh: DeviceMesh) -> None:
-    """Wait until all ranks of a mesh call this function; raise an error soon if a process has ended."""
+    """Wait until all ranks of a mesh call this function; raise an error if a process has ended."""
     try:
         for group in reversed(mesh.get_all_groups()):
             if dist.get_world_size(group) > 1:
@@ -191,8 +191,8 @@ def check_mesh(mesh: Any) -> None:
         )
     if mesh.ndim > 2:
         raise ConfigError(
-            f"mesh has {mesh.ndim} axes. Use one axis to shard over all ranks, or two axes: the first for copies, the "
-            f"second for shards:{line}"
+            f"mesh has {mesh.ndim} axes. Use one axis for shards of the optimizer state, or two axes: the first for "
+            f"copies of all shards, and the second for the shards of a copy:{line}"
         )
     if dist.get_rank() not in mesh.mesh.flatten().tolist():
         raise ConfigError(f"The mesh {mesh.mesh.tolist()} lacks this rank, {dist.get_rank()}. Use all ranks:{line}")

@@ -73,7 +73,7 @@ def loss_is_trained() -> errors.DistributedError:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RankCall(Call):
-    """A call of ``forward_backward`` on several ranks, after a check that the ranks have equal settings."""
+    """The data of a forward and backward that several ranks run together."""
 
     plan: ReductionPlan
     first_rank: int  # rank with the first group that has rows
@@ -115,7 +115,7 @@ class GroupLosses(LossContract):
         return self._whole.weights[self._first : self._first + len(self.rows)]
 
     def gradient_scale(self) -> float:
-        """Return 1, since gradients are scaled only after the sum over all groups."""
+        """Return 1, because the gradients are scaled after they are summed over all groups of rows."""
         return 1.0
 
 
@@ -132,7 +132,7 @@ class RankCalls(OneGroup):
         self.replicas = ranks.size if replicas is None else replicas
         if self.replicas < ranks.size:
             raise errors.ConfigError(
-                f"replicas={self.replicas} is less than the number of ranks, {ranks.size}: some ranks would have no "
+                f"replicas={self.replicas} groups of rows are too few for {ranks.size} ranks: some ranks would have no "
                 f"rows. Start fewer processes, or give RoundPipe(..., replicas={ranks.size})."
             )
         self.is_first = ranks.rank == 0
@@ -179,7 +179,7 @@ class RankCalls(OneGroup):
 
     @contextlib.contextmanager
     def entering(self) -> Iterator[None]:
-        """Notify the other ranks, which wait for this rank in :meth:`open`, of an error in the with block."""
+        """If the with block raises an error, send it to the other ranks, which wait for this rank in :meth:`open`."""
         number = self._number
 
         def notify(error: BaseException) -> None:
@@ -405,7 +405,7 @@ def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> Lo
         return found[0] if found else "sum"
     shown = f"ranks found {' and '.join(map(repr, found))}" if found else "no rank has the two rows needed to find out"
     raise errors.LossError(
-        f"It is not known whether losses of microbatches are summed or averaged: {shown}. Write one of them:\n"
+        f'It is not clear whether to sum or to average the losses of microbatches: {shown}. Choose "sum" or "mean":\n'
         '    RoundPipeRunConfig(loss_reduction="mean")'
     )
 

@@ -28,7 +28,7 @@ from .rank_calls import RankCall, RankCalls, loss_is_trained, with_rows
 
 
 class BatchLoss(Protocol):
-    """The interface of a loss that is computed once for the whole batch, as the loss is not a sum over microbatches."""
+    """The interface of a loss that is computed once for the whole batch, because it is not a sum over microbatches."""
 
     def state(self, group: Sequence[Any]) -> Any:
         """Return the outputs of one group of rows in a form that can be sent to the other ranks for the loss."""

@@ -220,9 +220,9 @@ def groups_of(rank: int, size: int, replicas: int) -> range:
 
 
 def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
-    """Return the indices of the rows of a global batch that one rank trains, row group after row group.
+    """Return the indices of the rows of a global batch that one rank trains, in the order of its groups of rows.
 
-    ``torch.tensor_split(indices, n)`` returns the rows of each row group, if the rank trains ``n`` row groups.
+    ``torch.tensor_split(indices, n)`` returns the rows of each group, if the rank trains ``n`` groups of rows.
 
     >>> rows_of_rank(7, 1, 2, 4)
     [2, 3, 6]

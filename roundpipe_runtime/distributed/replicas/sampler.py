@@ -63,7 +63,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
             size = model.ranks.size if size is None else size
         if (replicas is None and model is None) or rank is None or size is None:
             raise ConfigError(
-                "ReplicaBatchSampler needs a pipeline that has a mesh, or replicas, rank and size. Write one of:\n"
+                "ReplicaBatchSampler needs a pipeline with a mesh, or else replicas=, rank= and size=. Write one of:\n"
                 "    ReplicaBatchSampler(batches, model)\n"
                 "    ReplicaBatchSampler(batches, replicas=8, rank=dist.get_rank(), size=dist.get_world_size())"
             )

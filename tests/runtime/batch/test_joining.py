@@ -99,8 +99,8 @@ def test_rows_on_another_axis_are_refused_with_the_line_to_type():
     with pytest.raises(JoinError) as caught:
         join([{"p": torch.zeros(3, 2)}, {"p": torch.ones(3, 2)}], [2, 2])
     assert str(caught.value) == (
-        "outputs['p']: axis 0 of the shapes [(3, 2), (3, 2)] does not match the microbatches' rows [2, 2], and the "
-        "values differ. Name the axis to join along, or give a function:\n"
+        "outputs['p']: the microbatches have [2, 2] rows, but axis 0 of the tensors has other sizes: [(3, 2), (3, 2)]. "
+        "The values also differ. Name the axis to join along, or pass a function:\n"
         "    RoundPipeRunConfig(merge_output={\"outputs['p']\": TensorChunkSpec(1)})\n"
         "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
     )

@@ -97,7 +97,7 @@ def test_what_a_loss_function_may_return(kind):
         ((torch.tensor(1.0), torch.tensor(2.0)), "Two losses and a sum with its weight look the same."),
         (
             torch.zeros(3),
-            "a loss must be one number. Without loss_fn=, the output of the model is the loss: pass loss_fn=.",
+            "a loss must be one number. Without loss_fn=, the output of the model is used as the loss, so pass",
         ),
         ([torch.zeros(()), torch.zeros(2)], "loss 1 has shape (2,)"),
         (WeightedLoss(learning(1.0), learning(2.0)), "return WeightedLoss(total, weight.detach())"),

@@ -38,7 +38,7 @@ def test_packed_data_goes_entry_by_entry_and_the_rest_follows_its_rows():
         (([2], [1, 1]), None, "These arguments were split into different numbers of microbatches"),
         # entry i goes to microbatch i, which has one number of rows
         (([2, 1], [1, 2]), None, "args[0], args[1] have different numbers of rows per microbatch"),
-        (([3, 1],), rows(5), "axis 0 has 4 in args[0]; 5 in label"),  # labels of other rows give a wrong loss
+        (([3, 1],), rows(5), "numbers of rows: 4 in args[0]; 5 in label"),  # labels of other rows give a wrong loss
     ],
 )
 def test_packed_data_that_does_not_fit_is_refused(args, label, message):
@@ -72,7 +72,7 @@ def test_of_several_packed_leaves_the_one_that_others_agree_with_counts():
     """(rows, width) beside (length, length): the labels tell which is the batch; without them, nobody guesses."""
     hidden, bias = RoundPipePackedData([rows(2, 6), rows(1, 6)]), RoundPipePackedData([rows(4, 4), rows(4, 4)])
     assert [part.label.tolist() for part in split((hidden, bias), {}, rows(3), 2)] == [[0, 1], [2]]
-    with pytest.raises(SplitError, match=r"axis 0 has 3 in args\[0\]; 8 in args\[1\]"):
+    with pytest.raises(SplitError, match=r"axis 0: 3 in args\[0\]; 8 in args\[1\]"):
         split((hidden, bias), {}, None, 2)
 
 
@@ -151,7 +151,7 @@ def test_labels_state_the_rows_of_packed_data_where_rules_cut_each_leaf_separate
 def test_a_leaf_with_fewer_rows_than_packed_microbatches_is_refused():
     """A microbatch without a row of it would have nothing to compute."""
     inputs = (RoundPipePackedData(["a", "b", "c"]), torch.zeros(2), torch.zeros(9))
-    with pytest.raises(SplitError, match=r"args\[1\] has only 2 rows, but the packed data has 3 microb"):
+    with pytest.raises(SplitError, match=r"args\[1\] has only 2 rows, but args\[0\] has entries for 3 mi"):
         split(inputs, {}, None, 3, split_input=CUT_APART)
 
 

@@ -144,7 +144,7 @@ def test_labels_follow_the_sizes_of_a_split_function_and_the_other_way_round():
     def drop_some(args, kwargs, n):
         return [(args[0][:2],), (args[0][2:4],)], [{}, {}]
 
-    with pytest.raises(SplitError, match=r"label: 5 rows cannot be split into the sizes \[2, 2\]"):
+    with pytest.raises(SplitError, match=r"label: 5 rows cannot be split like the microbatches of \[2, 2\] rows"):
         split((rows(5, 2),), {}, rows(5), 2, split_input=drop_some)
 
 
@@ -152,7 +152,7 @@ def test_labels_follow_the_sizes_of_a_split_function_and_the_other_way_round():
 def test_a_split_function_that_returns_something_else_is_refused(made):
     with pytest.raises(SplitError, match="the function must return two lists of the same length"):
         split((rows(4),), {}, None, 2, split_input=lambda args, kwargs, n: made)
-    with pytest.raises(SplitError, match="split_input made 2 microbatches, but split_label 1"):
+    with pytest.raises(SplitError, match="split_input made 2 microbatches, split_label made 1"):
         split((rows(4), rows(4)), {}, rows(4), 2, split_input=custom_split, split_label=lambda label, n: [label])
 
 
@@ -161,7 +161,7 @@ def test_a_split_function_may_hand_packed_data_on():
     parts = split((packed,), {}, rows(4), 2, split_input=lambda args, kwargs, n: ([args, args], [kwargs, kwargs]))
     assert [part.args[0] is entry for part, entry in zip(parts, packed, strict=True)] == [True, True]
     assert firsts(parts, lambda part: part.label) == [[0, 1, 2], [3]]
-    with pytest.raises(SplitError, match="made 3 microbatches, but the packed data has 2"):
+    with pytest.raises(SplitError, match="made 3 microbatches, but a RoundPipePackedData has 2"):
         split((packed,), {}, None, 3, split_input=lambda args, kwargs, n: ([args] * 3, [kwargs] * 3))
 
 
@@ -236,7 +236,7 @@ def test_marks_for_labels(whole):
         ),
         ({"args[0]": TensorChunkSpec(2)}, "args[0]: the rule is TensorChunkSpec(2), but this tensor has shape (4, 2)"),
         ({"args[0]": 1}, "args[0]: expected TensorChunkSpec(dim), Replicate or None, found 1."),
-        (7, "split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found 7."),
+        (7, "split_input must be (rules of args, rules of kwargs), a mapping from key paths or a function, found 7."),
         (
             {"kwargs['n']": TensorChunkSpec(0)},
             "kwargs['n']: TensorChunkSpec(0) cannot split 5. Pass it whole:\n    RoundPipeRunConfig(split_in",
@@ -284,13 +284,13 @@ def test_leaves_that_are_cut_each_for_itself_have_as_many_microbatches_as_the_sh
 
 def test_two_sizes_are_refused_by_key_path():
     """Nothing says whether 8 or 3 is the batch, or 8 or 7."""
-    with pytest.raises(SplitError, match=re.escape("different numbers of rows: axis 0 has 8 in args[0]; 7 in label")):
+    with pytest.raises(SplitError, match=re.escape("different numbers of rows: 8 in args[0]; 7 in label")):
         split((rows(8, 5),), {}, rows(7), 2)
     with pytest.raises(SplitError) as caught:
         split((rows(8, 5),), {"weight": torch.zeros(3)}, None, 2)
     assert str(caught.value) == (
-        "It is not clear how many rows the batch has: axis 0 has 3 in kwargs['weight']; 8 in args[0]. Name the tensors "
-        "that every microbatch gets whole:\n"
+        "It is not clear how many rows the batch has. The sizes of axis 0: 3 in kwargs['weight']; 8 in args[0]. Name "
+        "the tensors that every microbatch gets whole:\n"
         "    RoundPipeRunConfig(split_input={\"kwargs['weight']\": Replicate})"
     )
 

@@ -162,7 +162,7 @@ def _the_same(path: str, values: Sequence[Any]) -> Any:
         if not _equal(value, first):
             raise JoinError(
                 f"{path} differs: {_short(first)} in microbatch 0, {_short(value)} in microbatch {index}. A value "
-                "that is not split must be the same in all microbatches. Pass a function that joins the outputs:\n"
+                "that is not concatenated must be equal in all microbatches. Pass a function that joins the outputs:\n"
                 "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
             )
     return first

@@ -222,8 +222,8 @@ def _watch_scalers() -> None:
     def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.is_enabled() and any(store._current is not None for store in list(_STORES)):
             raise ConfigError(
-                f'update="in_backward" steps as soon as a gradient is computed, so {type(self).__name__} could not '
-                f"divide gradients by its scale. Train in bfloat16 without a scaler, or:\n    {_IN_PLACE}"
+                f'update="in_backward" uses each gradient as soon as it is computed, so {type(self).__name__} could '
+                f"not divide gradients by its scale. Train in bfloat16 without a scaler, or:\n    {_IN_PLACE}"
             )
         return plain(self, outputs)
 

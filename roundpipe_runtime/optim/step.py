@@ -197,7 +197,7 @@ class StepRunner:
 
     @property
     def pending(self) -> bool:
-        """Whether the parameters, as the calling thread sees them, lack the result of a background optimizer step."""
+        """Whether the parameters may lack the result of a background optimizer step."""
         ahead = self._ahead is not None and (self._ahead.is_ahead or not self.is_here())
         return self._unpublished or self._publication is not None or ahead
 

@@ -29,7 +29,7 @@ Hook: TypeAlias = Callable[[Optimizer, Any, Any], None]
 
 
 class Adam(torch.optim.Adam):
-    """Adam on the CPU with torch's fused kernel, and with the arguments of ``Adam`` in the RoundPipe package.
+    """Adam on the CPU with torch's fused kernel. The arguments are those of ``Adam`` in the original RoundPipe package.
 
     A parameter group with a complex parameter is updated by torch's loop over parameters, because the fused kernel does
     not support complex numbers.

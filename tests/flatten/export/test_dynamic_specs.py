@@ -195,7 +195,7 @@ def test_an_example_that_breaks_a_spec_is_refused():
     """torch takes the first, and makes a program that refuses its own example."""
     batch = ShapeVar("batch")
     same = ParamsSpec({"x": TensorSpec([batch, None]), "y": TensorSpec([batch, None])})
-    with pytest.raises(DynamicShapesError, match=r"y: axis 0 \(batch\) is 5 in the example, but x: axis 0 is 4"):
+    with pytest.raises(DynamicShapesError, match=r"y: axis 0 is 5 in the example, but x: axis 0 is 4\. Both .* batch"):
         export_program(Adds(), _tensors(4, 5), dynamic_shapes=same)
     params = {"x": TensorSpec([batch, None]), "y": TensorSpec([batch + 2, None])}
     with pytest.raises(DynamicShapesError, match=r"y: axis 0: .*\{'batch': 4\}, batch \+ 2 is 6, but the size is 5"):

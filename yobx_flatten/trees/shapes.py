@@ -253,7 +253,7 @@ def check_entries(obj: PyTree, shapes: DynamicShapes, path: _Path = ()) -> None:
         if len(shapes) != len(names):
             raise DynamicShapesError(
                 f"{_format(path)}: {type(obj).__qualname__} has {len(names)} children {names}, but its specification "
-                f"has length {len(shapes)}. Write one entry per child."
+                f"has entries for {len(shapes)}. Write one entry per child."
             )
         below = list(shapes)
     for name, child, spec in zip(names, node.children, below, strict=True):

@@ -293,7 +293,7 @@ def test_what_does_not_fit_into_one_file_is_refused_first(tmp_path):
     large = torch.zeros(1, dtype=torch.uint8).expand(2**31)
     with pytest.raises(InvalidArgumentError, match=r"2\.1 GB exceed the 2 GB limit of ONNX files"):
         save_nested(tmp_path / "x.onnx", large, external_data=False)
-    with pytest.raises(InvalidArgumentError, match="use save_nested"):
+    with pytest.raises(InvalidArgumentError, match="Use save_nested"):
         create_onnx_model_from_input_tensors(large)
     assert os.listdir(tmp_path) == []
 

@@ -200,7 +200,7 @@ def test_an_example_that_breaks_a_spec_is_refused():
     params = {"x": TensorSpec([batch, None]), "y": TensorSpec([batch + 2, None])}
     with pytest.raises(DynamicShapesError, match=r"y: axis 0: .*\{'batch': 4\}, batch \+ 2 is 6, but the size is 5"):
         export_program(Adds(), _tensors(4, 5), dynamic_shapes=params)
-    with pytest.raises(DynamicShapesError, match=r"assumptions: .* does not hold in the example, .*\{'batch': 4\}"):
+    with pytest.raises(DynamicShapesError, match=r"assumptions: in the example, .*\{'batch': 4\}, .* does not hold"):
         export_program(Adds(), _tensors(4, 6), dynamic_shapes=ShapesSpec(params, assumptions=[batch > 4]))
     with pytest.raises(DynamicShapesError, match=r"x: axis 0 should vary, but has size 1"):
         export_program(Adds(), _tensors(1, 1), dynamic_shapes={"x": TensorSpec([ShapeVar(), None])})

@@ -126,7 +126,7 @@ ONE = torch.ones(1, 3).long()
         ({"input_ids": ONE, "attention_mask": torch.ones(1, 4).long()}, "but input_ids has"),
         ({"input_ids": ONE, "attention_mask": torch.tensor([[1, 1, 0]])}, "on the left"),
         ({"input_ids": ONE, "max_new_tokens": 0}, "max_new_tokens must be"),
-        ({"input_ids": ONE, "input_features": torch.ones(1, 2, 3)}, "without an encoder"),
+        ({"input_ids": ONE, "input_features": torch.ones(1, 2, 3)}, "a decoder-only model"),
         ({"input_ids": ONE, "pixel_values": torch.ones(1, 3, 4, 4)}, "reads text only: leave pixel_values out"),
         ({"input_ids": ONE, "image_grid_thw": torch.tensor([[1, 4, 4]])}, "image_grid_thw was passed without images"),
         ({"input_ids": ONE, "video_grid_thw": torch.tensor([[1, 4, 4]])}, "video_grid_thw was passed without videos"),
@@ -225,7 +225,7 @@ def test_what_cannot_generate_is_refused(tmp_path):
         ProgramGenerator(scale)
     tokens = {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
     for output, words in (
-        ("logits", r"takes no past_key_values\.\*, so it is an encoder or a decoder without its cache"),
+        ("logits", r"has no inputs past_key_values\.\*: it is an encoder, or a decoder without its cache"),
         ("hidden", r"returns hidden, and no logits: it cannot generate\. Call an encoder once:\n    open_model"),
     ):
         with pytest.raises(GenerationError, match=words):
@@ -322,7 +322,7 @@ def test_ports_that_a_loop_cannot_feed_are_refused():
     with pytest.raises(GenerationError, match=r"value of .*memory before the first token is not known(.|\n)*prefill="):
         empty_cache(cache_slots([other], [present_of(other.name)]), 1)
     ports = {"input_ids": Port("input_ids", (None,), None), "attention_mask": Port("attention_mask", (), torch.int64)}
-    with pytest.raises(GenerationError, match=r"m\.onnx has inputs input_ids of strings"):
+    with pytest.raises(GenerationError, match=r"In m\.onnx, the inputs input_ids are strings"):
         check_ports(ports, ["input_ids", "attention_mask"], "m.onnx")
     with pytest.raises(GenerationError, match="has the inputs attention_mask, which a generation loop does not pass"):
         check_ports(ports, ["input_ids"], "m.onnx")

@@ -384,7 +384,7 @@ def test_pictures_that_do_not_fit_their_sizes_are_refused(exported):
     given = {**pictures((16, 31), room=3), **prompts(4)}
     for change, words in [
         ({"image_sizes": None}, r"image_sizes of shape \(images, 2\)"),
-        ({"pixel_values": given["pixel_values"][:, :2]}, "1 pictures of 3 tiles"),
+        ({"pixel_values": given["pixel_values"][:, :2]}, "1 pictures, cut into 3 tiles"),
         ({"batch_num_images": torch.tensor([2])}, "batch_num_images add up to 2, but image_sizes has 1 rows"),
         ({}, "The prompt has 4 image tokens"),
         ({"image_grid_thw": torch.tensor([[1, 4, 4]])}, "image_grid_thw is for models that read patches"),

@@ -87,6 +87,7 @@ def run_seeded(
     # Other threads of the program may have drawn, so no error is raised; the next call is watched.
     if not has_drawn and (where is None or not where.is_repeatable()):
         return result
+    known.draws.pop(training, None)  # if the repetition is refused, the next call is seeded from its start
     generator.seed(seed)
     return _alone(again, again, code, known, training, seed(), where)
 

@@ -238,7 +238,7 @@ class LayerCall(CallState):
         if not self.is_repeatable():
             raise StageError(
                 f"{self.contents.title} must be called again to {what}, but has already written an input or a buffer "
-                "in place, so the second call would give different results. Write to copies in the layer."
+                "in place, so the second call would differ. Call the pipeline again, or write to copies in the layer."
             )
 
     def attempt_with_all(self, *, as_leaves: bool) -> None:

@@ -1,5 +1,6 @@
 """Draws of layers from any generator are repeated in a recomputation, also inside of `torch.utils.checkpoint`."""
 
+import contextlib
 import copy
 import pathlib
 import random
@@ -159,6 +160,24 @@ def test_a_layer_that_begins_to_draw_later_is_noticed(pipe, kind):
         assert (weight * weight.grad).item() == pytest.approx(loss.item(), rel=1e-12)
         losses.append(loss.item())
     assert losses[0] == 2 * INPUTS.sum().item() != losses[1]
+
+
+def test_a_layer_that_wrote_a_buffer_before_it_began_to_draw_fails_in_one_call_only(pipe):
+    class Late(nn.BatchNorm1d):
+        has_begun = False
+
+        def forward(self, x):
+            return F.dropout(super().forward(x), 0.5, training=self.has_begun)
+
+    plain = Late(4)
+    model = pipe(nn.Sequential(copy.deepcopy(plain), nn.Identity()))
+    for has_begun, match in ((False, None), (True, "must be called again to draw random numbers"), (True, None)):
+        plain.has_begun = model[0].has_begun = has_begun
+        with contextlib.nullcontext() if match is None else pytest.raises(StageError, match=match):
+            model.forward_backward((INPUTS.float(),), loss_fn=total, run_config=all_recomputed(1, 1))
+            plain(INPUTS.float())
+    assert same_bits(model[0].running_mean, plain.running_mean)
+    assert model[0].num_batches_tracked == 2
 
 
 def test_a_recomputation_that_draws_alone_is_refused(pipe):

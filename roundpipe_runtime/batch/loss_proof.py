@@ -98,7 +98,7 @@ def prove(
         found = result_or(functools.partial(evaluate, values), lambda error: error)
         if isinstance(found, Exception):
             if number == 0:
-                raise NotProvenError(f"{type(found).__name__}: {found}") from found
+                raise NotProvenError(f"the loss fails for a few rows: {type(found).__name__}: {found}") from found
             continue  # the loss rejects these labels
         whole, parts, leaves = found
         is_pair = is_pair or whole.weight is not None

@@ -290,7 +290,7 @@ class LossChecks:
         except (SplitError, JoinError, NotProvenError) as error:
             reason = str(error)
             if isinstance(error, NotProvenError):
-                reason = f"loss_fn cannot be called for a few rows: {error}."
+                reason += "."
                 self._unclear = reason if proof.compared else None
             if proof.compared:
                 proof = LossProof("joined", reason, 1)

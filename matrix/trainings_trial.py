@@ -89,7 +89,10 @@ class Trial:
     @property
     def tolerance(self) -> float:
         """The largest difference that is rounding."""
-        return TOLERANCE if next(self.model.parameters()).dtype is torch.float64 else TOLERANCE_SINGLE
+        if next(self.model.parameters()).dtype is not torch.float64:
+            return TOLERANCE_SINGLE
+        # transformers computes CTC in float32, so a sum over microbatches is rounded, and three steps enlarge it
+        return 10 * TOLERANCE if self.name.startswith("ctc:") else TOLERANCE
 
     @functools.cached_property
     def is_random(self) -> bool:

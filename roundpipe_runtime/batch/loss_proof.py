@@ -349,11 +349,24 @@ _DROPOUTS = (functional.dropout, functional.alpha_dropout, functional.feature_al
 _PLACES = {functional.scaled_dot_product_attention: 4, functional.multi_head_attention_forward: 10}
 
 
+def _check_targets(log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any) -> None:
+    # For other targets, torch's CTC kernel reads memory outside of its tensors, which can end the process. Labels that
+    # are changed for a trial may be such targets, if a model's padding is not -100.
+    if targets.dim() > 1:
+        targets = targets[torch.arange(targets.shape[1]) < torch.as_tensor(lengths).cpu()[:, None]]
+    if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < log_probs.shape[-1]:
+        raise IndexError(f"CTC targets must be from 0 to {log_probs.shape[-1] - 1}")
+
+
 class NoDropout(TorchFunctionMode):
-    """Disables dropout in the with block."""
+    """Disables dropout in the with block, and refuses CTC targets that torch does not check."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in (functional.ctc_loss, torch.ctc_loss):
+            given = {**kwargs, **dict(zip(("log_probs", "targets", "", "target_lengths"), args, strict=False))}
+            with DisableTorchFunction():
+                _check_targets(given["log_probs"], given["targets"].cpu(), given["target_lengths"])
         if func in _DROPOUTS:  # called, because a placeholder gets its values at the first operation
             return func(args[0] if args else kwargs["input"], 0.0, training=False)
         place = _PLACES.get(func)

@@ -12,7 +12,7 @@ __all__ = ["RUNTIME_CAUSES", "cause_of"]
 
 # beginning of the column, text of the error, types (none for all) -> cause
 RUNTIME_CAUSES: dict[tuple[str, str, tuple[str, ...]], str] = {
-    ("", "is a number that varies", ("deepseek_v4",)): (
+    ("", "number that varies", ("deepseek_v4",)): (
         "the compressors of its cache count in integers of Python (`entry_count`), and these runtimes take tensors"
     ),
     ("OpenVINO", "Can't create dummy inputs", ("longcat_flash",)): (

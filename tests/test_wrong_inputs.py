@@ -77,7 +77,7 @@ def test_a_program_refuses_arguments_of_another_kind():
         (([X, [X]],), r"x: expected T1s2x3 .*found the list .*\.$"),
         (([[1], [2, 3]],), r"found the list \[\[1\], \[2, 3\]\]\.$"),
         ((None,), "x: expected T1s2x3 .*found None"),
-        ((), "x is missing.*as in the example: x"),
+        ((), "x is missing.*arguments of the export: x"),
     ]:
         with pytest.raises(InvalidArgumentError, match=f"(?s){words}"):
             program(*given)

@@ -49,7 +49,7 @@ _NEW = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids")
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The largest batch size, sequence length and number of tokens per call that a program shall accept."""
+    """The largest batch size, sequence length and number of tokens per call of a program; ``None`` for no bound."""
 
     batch: int | None = None  # number of rows
     length: int | None = None  # number of tokens, in the cache and the mask

@@ -27,7 +27,7 @@ from .traced import Traced
 
 
 def flat_program(program: ExportedProgram) -> ExportedProgram:
-    """Return a copy of a program that takes a flat list of tensors instead of nested inputs."""
+    """Return a copy of a program that takes and returns flat lists of tensors, without constant inputs and outputs."""
     module, signature = copy.deepcopy(program.graph_module), program.graph_signature
     inputs, outputs = [], []
     for entry, node in zip(signature.input_specs, module.graph.find_nodes(op="placeholder"), strict=True):
@@ -105,7 +105,7 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
         if not isinstance(value, torch.Tensor):
             raise InvalidArgumentError(
                 f"The input {name} is a Python number that varies between calls, but runtimes other than torch accept "
-                "only tensors. Pass a 0-d tensor, or make the number constant: set its dynamic_shapes to None."
+                "only tensors. Pass a 0-d tensor, or make the number constant: set its entry in dynamic_shapes to None."
             )
         sizes = tuple(counted.get((name, axis), _size(size)) for axis, size in enumerate(value.shape))
         inputs.append((name, value.dtype, sizes))

@@ -133,7 +133,7 @@ class Quantization:
 
     @property
     def may_be_by_token(self) -> bool:
-        """Whether ``activations="auto"`` tries ``"token"``, which needs int8 weights and a ``calibration`` text."""
+        """Whether ``activations="auto"`` may try ``"token"``, which needs int8 weights and a ``calibration`` text."""
         is_open = self.activations == "auto" and self.weights == "int8" and self.block_size == _BLOCK
         return is_open and self.tokens is None and self.calibration is not None
 

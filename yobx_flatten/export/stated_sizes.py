@@ -97,7 +97,7 @@ def _as_expression(expression: sympy.Basic, place: str) -> Expression:
     if found is not None:
         return found
     raise DynamicShapesError(
-        f"{place}: the size {expression} has an unsupported operator. Use +, *, //, %, min, max and comparisons."
+        f"{place}: {expression} has an operator that sizes do not support. Use +, *, //, %, min, max and comparisons."
     )
 
 

@@ -139,7 +139,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        raise InvalidArgumentError("save_pretrained cannot save this model. Copy its folder: shutil.copytree(a, b)")
+        raise InvalidArgumentError("save_pretrained: the model runs files. Copy their folder: shutil.copytree(a, b)")
 
 
 # defaults of models for inputs that the caller leaves out: no padding, and one text

@@ -90,7 +90,7 @@ class OnnxRunner:
             return {name: from_value(value) for name, value in found.items()}
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the file refuses inputs, since they combine a cache, several rows and several new tokens."""
+        """Return whether the file refuses inputs, since they combine a filled cache, several rows and new tokens."""
         if not self.shared:
             return False
         tokens = _tokens(inputs)

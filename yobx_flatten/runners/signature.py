@@ -150,7 +150,7 @@ class Signature:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, ForeignFileError):
                 raise
-            raise DamagedFileError(f"{where} is damaged: its input list is wrong ({type(error).__name__}).") from None
+            raise DamagedFileError(f"{where} is damaged: its signature is wrong ({type(error).__name__}).") from None
 
 
 def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenError], where: str) -> torch.Tensor:

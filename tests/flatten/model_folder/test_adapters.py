@@ -264,7 +264,7 @@ def test_an_adapter_is_added_without_a_new_export_unless_the_files_compute_it_ot
         found = open_generator(copied).generate(IDS, max_new_tokens=16, adapter=name)
         assert torch.equal(found, _generate(_adapted(root, name)))
     assert {check.adapter for check in verify_folder(copied).checks} == {"", "one", "two"}
-    with pytest.raises(FolderExistsError, match="has an adapter 'one'"):
+    with pytest.raises(FolderExistsError, match="already has adapter 'one'"):
         add_adapter(copied, "one", root / "one")
 
 
@@ -507,9 +507,9 @@ def test_weights_that_are_not_those_of_the_adapter_are_refused_by_name(change, b
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
-        ({"base_model_name_or_path": "./nowhere/base"}, r"nowhere/base, which is not found(.|\n)*merge_and_unload"),
+        ({"base_model_name_or_path": "./nowhere/base"}, r"nowhere/base of .* cannot be opened(.|\n)*merge_and_unload"),
         ({"base_model_name_or_path": None}, r"does not name its base model(.|\n)*merge_and_unload"),
-        ({"base_model_name_or_path": "llama"}, "an adapter of llama, but llama has no weights"),
+        ({"base_model_name_or_path": "llama"}, "The base model llama of the adapter .* has no weights"),
         ({"megatron_config": {"a": 1}}, "names a module to import"),
         ({"peft_type": "OWN"}, "has peft_type 'OWN', unknown to PEFT"),
         ({"task_type": "NOPE"}, r"adapter_config\.json is not a configuration of PEFT: Invalid task type"),

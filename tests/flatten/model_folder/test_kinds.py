@@ -141,7 +141,7 @@ def test_a_loaded_model_of_another_class_names_the_base_which_exports(tmp_path):
         export_folder(model.base_model, tmp_path / "out", task="text-classification")
     export_folder(model.base_model, tmp_path / "out", task="feature-extraction", to="program", proof="sample")
     with pytest.raises(
-        GenerationError, match=r"out is for feature-extraction: it does not generate\. Call it:\n +open_m"
+        GenerationError, match=r"out is for feature-extraction and cannot generate\. Call it:\n +open_m"
     ):
         open_generator(tmp_path / "out", trust=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertModel"]

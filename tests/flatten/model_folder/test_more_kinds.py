@@ -184,7 +184,7 @@ def test_pictures_that_a_folder_would_lose_are_refused(tmp_path):
     """Florence-2 became a folder of text alone silently; asked for by its task, it is one, and takes no picture."""
     model = florence()
     with pytest.raises(
-        GenerationError, match=r"pixel_values besides input_ids.*record_calls.*task='text2text"
+        GenerationError, match=r"pixel_values in addition to input_ids.*record_calls.*task='text2text"
     ) as raised:
         export_folder(model, tmp_path / "out")
     assert "\n" not in str(raised.value)
@@ -335,7 +335,7 @@ def git():
 
 def test_a_decoder_that_also_reads_pictures_is_refused_unless_its_text_is_asked_for():
     """GIT writes what is in a picture: its folder was one of text alone, without a word."""
-    with pytest.raises(GenerationError, match=r"reads pixel_values besides input_ids.*task='text-generation'"):
+    with pytest.raises(GenerationError, match=r"reads pixel_values in addition to input_ids.*task='text-generation'"):
         pieces_for(git(), "auto")
     task, (piece,) = pieces_for(git(), "text-generation", Split(proof="none"))
     assert task == "text-generation"

@@ -107,7 +107,7 @@ def test_large_weights_are_streamed_by_themselves(copied, monkeypatch):
     streamed = open_model(found, dtype="float32", weights="auto", to="onnx")
     assert streamed.is_streamed
     assert "were read from" in streamed.remarks[0]
-    with pytest.raises(NoRoomError, match=r"(?s)in float16, and 1.* are available.*weights=.stream."):
+    with pytest.raises(NoRoomError, match=r"(?s)in float16, but 1.* are available.*weights=.stream."):
         open_model(found, dtype="float16", weights="memory", to="onnx")
 
 

@@ -206,7 +206,7 @@ def test_a_call_that_openvino_refuses_states_the_reason(tmp_path):
     for node, name in ((given, "given"), (shaped, "shaped")):
         node.output(0).get_tensor().set_names({name})
     openvino.save_model(openvino.Model([shaped], [given], "file"), tmp_path / "file.xml")
-    with pytest.raises(ReplayError, match=r"of the case: .*the shape of input data \(5.2\) conflicts with .*\(2.3\)$"):
+    with pytest.raises(ReplayError, match=r"these inputs: .*the shape of input data \(5.2\) conflicts with .*\(2.3\)$"):
         open_runner(tmp_path / "file.xml").run({"given": torch.ones(5, 2)})
 
 

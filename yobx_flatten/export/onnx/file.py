@@ -292,7 +292,7 @@ def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:
             product = node.outputs[0]
             if node.op_type != "MatMul" or place != 1 or product.shape is None:
                 raise FlattenError(
-                    f"The LoRA matrix {value.name} cannot be an input of the ONNX file: it must be the second input of "
-                    f"MatMul, but {node.op_type} reads it."
+                    f"The {node.op_type} node {node.name} cannot read the LoRA matrix {value.name} as an input of the "
+                    "ONNX file: the matrix must be the second input of a MatMul node whose output shape is known."
                 )
             product.shape = ir.Shape([*product.shape[:-1], rank])

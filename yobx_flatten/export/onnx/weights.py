@@ -31,7 +31,7 @@ _PAGE = 4096
 
 
 def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
-    """Make the weights of an ONNX graph lazy: each weight is read from disk when the graph is saved."""
+    """Make the weights that an ONNX graph lacks lazy: each weight is read from disk when the graph is saved."""
     from ...core.private_names.of_torch import is_fake
 
     made: dict[int, ir.LazyTensor] = {}  # by reader, so that tied weights are stored once
@@ -386,7 +386,7 @@ def holds_integers(module: torch.nn.Module) -> bool:
 
 
 def read_columns(tensor: Any, transposed: bool) -> Floats:
-    """Read a weight matrix in the shape (outputs, inputs)."""
+    """Read a weight matrix in the shape (outputs, inputs); the caller passes the tensor to :func:`unmap` later."""
     array: Floats = tensor.numpy()
     return array if transposed else numpy.ascontiguousarray(array.T)
 

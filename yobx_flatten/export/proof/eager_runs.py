@@ -129,7 +129,7 @@ class EagerRuns:
         self.module = module
         self.texts: list[Texts] = []  # the module's outputs for the text that files are measured on
         self.lost: dict[str, str] = {}  # argument changes that calls do not return, by path
-        # by the id of a case, which stays valid since each value contains its case
+        # by the id of a case, which each value keeps alive; to run a case with another LoRA adapter, copy the case
         self._kept: dict[tuple[int, frozenset[str], bool, bool], tuple[Case, list[Step]]] = {}
         self._bytes = 0
 

@@ -84,7 +84,7 @@ class CaseResult:
 
     @property
     def max_difference(self) -> float:
-        """The largest difference between outputs and the eager model's outputs; infinite if the test case failed."""
+        """The largest difference of an output to the eager model's; infinite if the test case ended in an error."""
         return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
 
     def cells(self) -> list[str]:

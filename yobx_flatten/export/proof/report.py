@@ -286,7 +286,7 @@ def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> flo
     0.2
     """
     # stated: `_TIMES` times the rounding error; a folder from an untrusted author can contain any number
-    # part: the largest share of the range
+    # part: the largest share of the range; results below `least` (1e-4 in float32) are raised to `least`
     finite = expected.float()[expected.isfinite()]
     if not finite.numel():
         return 0.0

@@ -81,7 +81,7 @@ def with_buffers(
     kept = [name for name in cats if str(sizes[name][2]) == str(seen)]
     if not kept or isinstance(seen, int):
         raise FlattenError(
-            "the cache cannot be updated in place: layers with a sliding window or a state do not append tokens to it."
+            "no layer appends new tokens to the cache, because all layers have a sliding window or a state."
         )
     with graph.inserting_after(nodes[inputs[-1]]):
         counter = graph.placeholder("seen")

@@ -309,7 +309,7 @@ def with_row_buffers(
     calls = [call for call in calls if str(sizes[cats[call.key]][2]) == str(sizes[cats[call.value]][2]) == seen]
     kept = [name for name in inputs if any(name in (cats[call.key], cats[call.value]) for call in calls)]
     if not calls or not isinstance(sizes[kept[0]][2], torch.SymInt):
-        raise FlattenError("the cache cannot be updated in place: no layer with a mask appends new tokens to it.")
+        raise FlattenError("no attention layer has one mask for all heads and appends new tokens to its cache.")
     with graph.inserting_after(nodes[inputs[-1]]):
         counter = graph.placeholder("seen")
     with graph.inserting_after(counter):
@@ -333,7 +333,7 @@ def with_row_buffers(
     shapes_of_outputs = {name: [str(size) for size in returned[name].meta["val"].shape] for name in others}
     alone = [name for name, shape in shapes_of_outputs.items() if row not in shape]
     if alone:
-        raise FlattenError(f"the cache cannot be updated in place: outputs {', '.join(alone)} have no batch axis.")
+        raise FlattenError(f"these outputs have no batch axis: {', '.join(alone)}.")
     outgoing = {name: shape.index(row) for name, shape in shapes_of_outputs.items()}
     tensors, shapes = _example(program, kept, signature, taken)
     made = torch.export.export(

@@ -40,7 +40,7 @@ def write_openvino(traced: Traced, example: Example, path: pathlib.Path, *, in_p
         if in_place:
             kept = keep_in_state(model, traced.presents)
             if not kept:
-                raise FlattenError("the cache cannot be updated in place: sliding windows do not append tokens to it.")
+                raise FlattenError("no layer appends new tokens to the cache: all layers have a sliding window.")
             with_added_masks(model)
         model.set_rt_info(signature_of(traced, ("openvino", "onnx")).to_json(), [KEY])
         import_openvino().save_model(model, str(path), compress_to_fp16=False)

@@ -185,7 +185,7 @@ def check_libraries(runtime: str, caller: str) -> None:
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
     if runtime == "aotinductor" and not any(map(shutil.which, compilers)):
         raise MissingDependencyError(
-            f"{caller} needs a C++ compiler, but g++, clang++ and cl are not installed. Install one, or set its path:\n"
+            f"{caller} needs a C++ compiler, but g++, clang++ and cl are not on PATH. Install one, or set its path:\n"
             "    apt install g++\n    export CXX=/path/to/g++"
         )
 

@@ -278,7 +278,7 @@ def small_config(name: str) -> Any:
         # the message of a failed check has its reason in the second line
         lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2] or [type(error).__name__]
         return InvalidArgumentError(
-            f"A small {name} with random weights cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder instead."
+            f"A small {name} cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder or a config.json instead."
         )
 
     with raised_as(refused):  # each configuration raises its own errors

@@ -246,7 +246,7 @@ def _adapted(source: str, folder: pathlib.Path, **how: bool) -> FoundModel:
         found = find_model(base, of_adapter=source, **how)
     except (ModelSourceError, InvalidArgumentError) as error:
         raise ModelSourceError(
-            f"The base model {base} of the adapter {source} is not found: {first_line(error)} {remedy}"
+            f"The base model {base} of the adapter {source} cannot be opened: {first_line(error)} {remedy}"
         ) from error
     if not found.has_weights:
         raise ModelSourceError(

@@ -201,7 +201,7 @@ def unread_model(
     differences = _differences(model, checkpoint, sources, tied)
     differences.check(found.name, type(model).__qualname__, found.unmatched_weights, ModelSourceError)
     if differences.missing or differences.reshaped:
-        raise NotStreamableError("weights that its files lack get random values")
+        raise NotStreamableError("weights that its files lack, or have in another shape, get random values")
     readers: dict[str, Reader] = {}
     for names, _ in tied:
         held = list(dict.fromkeys(sources[name] for name in names if name in sources))

@@ -87,7 +87,7 @@ def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
         return "auto"
     found = result_or(lambda: float(text), lambda error: math.nan)
     if not 0 <= found < math.inf:
-        raise UserError(f"{option} must be a number of GB (0 or more), or auto, found {text!r}. Use: {option} 2.5")
+        raise UserError(f"{option} must be a number of GB (0 or more), or auto, found {text!r}. Example: {option} 2.5")
     return found
 
 

@@ -44,7 +44,7 @@ def _choice(text: str, panel: str, *names: str) -> Any:
 
 
 Batch = Annotated[int, _number("Rows per batch, summed over all processes.", _STEP)]
-Microbatches = Annotated[int | None, _number("Microbatches per batch (default: the number of devices + 1).", _STEP)]
+Microbatches = Annotated[int | None, _number("Microbatches per batch or group of rows (default: devices + 1).", _STEP)]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"], _choice("Data type of the weights; auto: as stored in the model.", _STEP)
 ]
@@ -58,8 +58,8 @@ KeepParameters = Annotated[
 LargeTables = Annotated[
     Literal["auto", "whole", "slices"],
     _choice(
-        "How embeddings and LM heads of at least 16 MiB are copied to a device. auto: only embedding rows that are "
-        "used, and a head in slices if it is too large. slices: every head in slices. whole: like other weights.",
+        "How embeddings and LM heads of at least 16 MiB are copied to a device. auto: only used rows of embeddings, "
+        "and a head in slices if too large. slices: as auto, but every head in slices. whole: like other weights.",
         _STEP,
     ),
 ]

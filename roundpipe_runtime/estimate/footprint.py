@@ -328,7 +328,7 @@ class LayerFootprint:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the layer's buffers in bytes."""
+        """Size of the layer's buffers in bytes; a layer with buffers is copied to the device again for its backward."""
         return self.param_bytes - self.frozen_bytes - self.trained_bytes - self.slice_bytes
 
 

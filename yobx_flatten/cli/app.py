@@ -287,7 +287,7 @@ def list_classes(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """List the classes that can be flattened, the leaves of each class, and the library that registered the class.
+    """List the classes that can be flattened, the leaves of each class, and the library that registers the class.
 
     The list contains the transformers classes that `register_flattening_functions(patch_transformers=True)` registers.
     A class that belongs to one model is listed only if --import names the model's module.

@@ -182,7 +182,7 @@ def verify(
     names: Annotated[
         list[str] | None,
         typer.Option(
-            "--map", metavar="THEIRS=OURS", help="With --model: pair an input or output of the file with the model's."
+            "--map", metavar="THEIRS=OURS", help="With --model: pair inputs or outputs of file and model (repeatable)."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -350,7 +350,7 @@ def _tokenizer(folder: pathlib.Path) -> Any:
 def chat(
     folder: Folder,
     message: Annotated[
-        list[str] | None, typer.Option(help="A message to send; may be repeated (default: lines of stdin).")
+        list[str] | None, typer.Option(help="A message to send, one option per turn (default: lines of stdin).")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of the conversation.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens per reply.")] = 256,
@@ -435,7 +435,7 @@ Dtype = Annotated[
 Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: the fastest that passes the checks).")]
 Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Sizes that vary: batch and lengths, or only lengths.")]
 Batch = Annotated[int, typer.Option(min=1, help="The constant batch size, for --dynamic length.")]
-MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size that the files accept, for --max-length.")]
+MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size that the files accept, with --max-length.")]
 MaxLength = Annotated[
     int | None, typer.Option(min=1, help="Largest number of tokens that the files accept; ExecuTorch requires it.")
 ]
@@ -458,7 +458,7 @@ Activations = Annotated[
     Literal["auto", "float", "int8", "split", "token"],
     typer.Option(
         help="With --quantize: precision of the activations. int8 is faster than float. split is also faster, and "
-        "multiplies channels of large values separately. token (one scale per token) is fastest for encoders."
+        "multiplies large values separately. token (one scale per token) is fastest for encoders."
     ),
 ]
 Calibration = Annotated[
@@ -494,8 +494,8 @@ WordTimes = Annotated[
 Layout = Annotated[
     Literal["flat", "transformers.js", "genai"],
     typer.Option(
-        help="Names of the files. transformers.js: names that this library expects (onnx/model_q4.onnx). genai: also "
-        "write the configuration that onnxruntime-genai needs for Whisper and for models that read images."
+        help="Names of the files. transformers.js: names that this library expects (onnx/model_q4.onnx). genai: files "
+        "and configuration that onnxruntime-genai needs for Whisper and for models that read images."
     ),
 ]
 Adapters = Annotated[

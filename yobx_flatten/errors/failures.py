@@ -127,7 +127,7 @@ _WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verb
 
 @contextlib.contextmanager
 def verbosity(verbose: int) -> Iterator[None]:
-    """In a ``with`` block, show log messages of this thread; with ``verbose=2``, also messages of level ``DEBUG``."""
+    """In a ``with`` block, show this thread's log messages: ``INFO`` for ``verbose=1``, also ``DEBUG`` for 2."""
     level = sys.maxsize if not verbose else logging.INFO if verbose == 1 else logging.DEBUG
     before = _WANTED.set(min(level, _WANTED.get()))
     try:

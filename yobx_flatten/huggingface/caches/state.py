@@ -210,7 +210,7 @@ class StateBuilder:
                 self._made.append((name, _maker(entry, counter)))
 
     def build(self, leaves: Iterator[Any], length: Length) -> tuple[dict[str, Any], list[Any], bool]:
-        """Return an object's attributes, the leaves used for them, and whether these leaves are not placeholders."""
+        """Return an object's attributes, the leaves used for them, and whether none of them is a placeholder."""
         used = list(itertools.islice(leaves, len(self.leaf_types)))
         held = self._plain.copy()
         for name, index in self._leaves:

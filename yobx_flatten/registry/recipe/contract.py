@@ -249,7 +249,7 @@ def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], No
 def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[str]) -> RoundTripError:
     return RoundTripError(
         f"{cls.__qualname__}: an instance has the attribute {name!r}, which is not declared for {describe_class(cls)}, "
-        "so flattening would lose it. Declare it as a field, or register it (static data in static=[...]):\n"
+        "so it would be lost. Declare it as a field, or register the class with it (static data in static=[...]):\n"
         f"    register({cls.__qualname__}, children={[*declared, name]})"
     )
 

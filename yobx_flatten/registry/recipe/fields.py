@@ -44,8 +44,8 @@ def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclas
         raise InvalidRegistrationError(f"{caller}: {describe_class(cls)} is always a leaf and cannot be registered.")
     raise InvalidRegistrationError(
         f"{caller}: {describe_class(cls)} does not declare its fields: it is not a dataclass, an attrs class, a "
-        "pydantic model, a mapping, a class with tree_flatten() and tree_unflatten(), or a class with only "
-        "__slots__. Name the attributes that hold tensors, and the fixed attributes:\n"
+        "pydantic model, a mapping, a class with tree_flatten() and tree_unflatten(), or one with only __slots__. "
+        "Name the attributes that hold tensors, and the fixed attributes:\n"
         f"    register({cls.__qualname__}, children=['x', 'y'], static=['name'])"
     )
 

@@ -26,12 +26,8 @@ _CLOSED = frozenset(
 # Batch axis of arguments of transformers, by the number of axes of the tensor. `position_ids` of models with several
 # kinds of tokens are (3, batch, length). `cache_position` has the length, and `cu_seq_lens_*` have the offsets of texts
 # in a single row, so none of these has a batch axis.
-_KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {
-    "position_ids": {2: 0, 3: 1},
-    "cache_position": {},
-    "cu_seq_lens_q": {},
-    "cu_seq_lens_k": {},
-}
+_NO_AXIS = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
+_KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {"position_ids": {2: 0, 3: 1}, **{key: {} for key in _NO_AXIS}}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

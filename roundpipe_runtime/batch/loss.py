@@ -341,10 +341,8 @@ def _is_pair(value: Any) -> bool:
     if not isinstance(first, torch.Tensor) or first.requires_grad or not second.is_floating_point():
         return True
     raise LossError(
-        "loss_fn returned a tuple of two tensors, none of which requires grad. Two losses and a sum with "
-        "its weight look the same. Write one of\n"
-        "    return WeightedLoss(total, weight)\n"
-        "    return [loss, other_loss]"
+        "loss_fn returned a tuple of two tensors, none of which requires grad. Two losses and a sum with its weight "
+        "look the same. Write one of\n    return WeightedLoss(total, weight)\n    return [loss, other_loss]"
     )
 
 

@@ -104,11 +104,9 @@ def prove(
         is_pair = is_pair or whole.weight is not None
         items = {None if one.items is None else round(one.items / one.rows, 9) for one in (whole, *parts)}
         kinds = {(len(one.losses), one.weight is None) for one in (whole, *parts)}
-        if len(kinds) > 1 or whole.items == 0 or whole.weight == 0:
+        if len(kinds) > 1 or whole.items == 0 or whole.weight == 0 or (as_stated and len(items) > 1):
             continue
         if not all(bool(loss.isfinite()) for loss in whole.losses) or all(part.weight == 0 for part in parts):
-            continue
-        if as_stated and len(items) > 1:
             continue
         difference = _Difference(whole, parts, leaves)
         if difference.is_of_zeros:
@@ -404,8 +402,6 @@ class SteadyDraws(NoDropout):
         )
         if is_drawn and isinstance(found, torch.Tensor):
             with torch.no_grad():
-                if found.is_floating_point():
-                    found.fill_(0.5)
-                else:
-                    found.copy_(torch.arange(found.numel()).flip(0).reshape(found.shape) % 2**31)
+                fixed = torch.arange(found.numel()).flip(0).reshape(found.shape) % 2**31
+                found.copy_(torch.tensor(0.5) if found.is_floating_point() else fixed)
         return found

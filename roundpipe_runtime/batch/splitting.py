@@ -235,9 +235,6 @@ def _parts(value: Any, axis: int | None, rows: Sequence[int | None]) -> Sequence
     return [value.narrow(axis, stop - count, count) for stop, count in zip(stops, counts, strict=True)]
 
 
-# -- functions of the user -------------------------------------------------------------------------------------------
-
-
 def _split_by_functions(
     batch: FlatBatch, num_microbatch: int, split_input: Any, split_label: Any, rules: Rules
 ) -> list[Microbatch]:

@@ -446,8 +446,6 @@ class RunLifecycle:
         number = config.num_microbatch or 1
         return split_flat(batch, number, split_input=config.split_input, split_label=config.split_label)
 
-    # -- state between runs --------------------------------------------------------------------------------------------
-
     def synchronize(self) -> None:
         self.steps.synchronize()
         self.store.publish()

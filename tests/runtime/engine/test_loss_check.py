@@ -15,6 +15,7 @@ from torch import nn
 
 from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, RoundPipeWarning, WeightedLoss
 from roundpipe_runtime.batch.entries import FlatBatch
+from roundpipe_runtime.batch.loss_proof import NoDropout
 from roundpipe_runtime.batch.splitting import split_flat
 from roundpipe_runtime.device.worker import generator_lock
 from roundpipe_runtime.engine.code_state import state_of
@@ -41,6 +42,19 @@ class Curriculum:
 
     def __call__(self, outputs, labels):
         return contrast(outputs, labels) if self.step else F.cross_entropy(outputs, labels)
+
+
+@pytest.mark.parametrize("target", [-100, 5])
+@pytest.mark.parametrize("right", [torch.tensor([[1, 2, 3], [4, 1, -100]]), torch.tensor([1, 2, 3, 4, 1])])
+def test_ctc_targets_that_are_no_classes_are_refused_and_padding_is_not(right, target):
+    """torch does not check targets: its kernel reads other memory, which can end the process."""
+    scores, lengths = torch.randn(9, 2, 5).log_softmax(-1), (torch.tensor([9, 9]), torch.tensor([3, 2]))
+    expected, wrong = F.ctc_loss(scores, right, *lengths), right.clone()
+    wrong.flatten()[0] = target
+    with NoDropout():
+        assert torch.equal(F.ctc_loss(scores, right, *lengths), expected)
+        with pytest.raises(IndexError, match="CTC targets must be from 0 to 4"):
+            F.ctc_loss(scores, wrong, *lengths[:1], target_lengths=lengths[1])
 
 
 def test_nobody_draws_while_a_loss_is_checked():

@@ -259,7 +259,7 @@ def test_blocks_are_of_whole_projections_and_have_a_size_that_xnnpack_has(quanti
         quantized_example(source.example, Quantization("int4"), source)
     monkeypatch.setattr("yobx_flatten.export.runtimes.write.require_executorch", lambda caller: None)
     monkeypatch.setattr(errors, "is_installed", lambda library: True)
-    with pytest.raises(InvalidArgumentError, match=r'found 16:\n    Quantization\("int4", block_size=32\)'):
+    with pytest.raises(InvalidArgumentError, match=r'found 16. Pass one:\n    Quantization\("int4", block_size=32\)'):
         quantized_module.to_executorch(tmp_path / "scores.pte", quantize=Quantization("int4", block_size=16))
 
 

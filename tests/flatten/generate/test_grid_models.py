@@ -130,7 +130,6 @@ def test_frames_of_a_video_are_seconds_apart_as_in_the_model(name):
 def test_a_picture_of_another_size_than_its_tokens_is_refused():
     for word, token, sizes, stated in (("image", PICTURE, GRIDS, 6), ("video", VIDEO, FILMS, 8)):
         tokens = torch.tensor([[5, token, token, token, 6]])
-        with pytest.raises(
-            InvalidArgumentError, match=f"3 {word} tokens in a row, but {word}_grid_thw states {stated}"
-        ):
+        message = f"3 {word} tokens in a row, but {word}_grid_thw states a .* of {stated} tokens"
+        with pytest.raises(InvalidArgumentError, match=message):
             image_positions(tokens, torch.ones_like(tokens), [grids(word, token, sizes)], 2)

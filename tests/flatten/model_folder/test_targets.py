@@ -74,7 +74,7 @@ def test_a_folder_names_its_runtime_generates_the_tokens_of_the_model_and_refuse
     assert generator.parts.decoder.runtime == runtime
     expected = model.generate(**prompts(), max_new_tokens=12, do_sample=False)
     assert torch.equal(generator.generate(**prompts(), max_new_tokens=12), expected)
-    with pytest.raises(GenerationError, match="contains no model"):
+    with pytest.raises(GenerationError, match="has none of the files"):
         open_generator(folder, runtime="onnxruntime")
     with pytest.raises(InvalidArgumentError, match="There is no runtime 'tflite'"):
         open_generator(folder, runtime="tflite")

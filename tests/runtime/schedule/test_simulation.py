@@ -232,7 +232,7 @@ def test_costs_are_guessed_from_the_layers():
     assert len(layer_costs(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]))) == 1
     known = types.SimpleNamespace(layer_costs=lambda: [LayerCost(1.0)])
     assert layer_costs(known) == [LayerCost(1.0)]
-    for model, message in [(nn.Sequential(), "without layers"), (3, "found int"), ([], "without")]:
+    for model, message in [(nn.Sequential(), "at least one layer"), (3, "found int"), ([], "at least one layer")]:
         with pytest.raises(PlanError, match=message):
             layer_costs(model)
 

@@ -103,7 +103,7 @@ def test_the_example_has_sizes_that_torch_does_not_fix_and_others_repeat_what_wa
     assert calls.example(batch=5)["input"].tolist() == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
-@pytest.mark.parametrize(("sizes", "message"), [({"rows": 3}, "named 'rows'"), ({"batch": 0}, "number of 1 or more")])
+@pytest.mark.parametrize(("sizes", "message"), [({"rows": 3}, "named 'rows'"), ({"batch": 0}, "an int of 1 or more")])
 def test_sizes_that_are_none_are_refused(sizes, message):
     with pytest.raises(RecordError, match=message):
         record({"x": (2, 3)}, {"x": (3, 3)}).example(**sizes)

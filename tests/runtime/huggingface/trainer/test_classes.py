@@ -280,9 +280,9 @@ def test_sequences_are_generated_for_evaluation(tmp_path):
 def test_options_beside_a_wrapped_model_are_refused(tmp_path):
     """They would be ignored: the pipeline has devices, microbatches and its pieces."""
     pipeline = wrap_model_to_roundpipe(make_model("gpt2"), devices="virtual:1")
-    with pytest.raises(ConfigError, match="give devices, microbatches to wrap_model_to_roundpipe"):
+    with pytest.raises(ConfigError, match="pass devices, microbatches to wrap_model_to_roundpipe"):
         make_trainer("gpt2", arguments(tmp_path, 1), RoundPipeTrainer, model=pipeline)
-    with pytest.raises(ConfigError, match="give use_sequential_preset to wrap_model_to_roundpipe"):
+    with pytest.raises(ConfigError, match="pass use_sequential_preset to wrap_model_to_roundpipe"):
         RoundPipeTrainer(model=pipeline, args=arguments(tmp_path, 1), use_sequential_preset=False)
 
 

@@ -210,7 +210,7 @@ def _rows(
         )
     for path, size in cut.items():
         if size < len(rows):
-            raise SplitError(f"{path} has only {size} rows, but {paths} has entries for {len(rows)} microbatches.")
+            raise SplitError(f"{path} has {size} rows, too few for the {len(rows)} microbatches of {paths}.")
     return rows
 
 

@@ -356,7 +356,7 @@ def _read(
     with damage_as(DamagedCheckpointError, str(path), RoundPipeError):
         stored = training_state.read_values(path, training_state.STEM, targets=targets)
         if not isinstance(stored["data"], dict):
-            raise TypeError("data= of the checkpoint is not a dictionary")
+            raise TypeError("the stored data= is not a dictionary")
         for states in (stored["optimizers"], stored["schedulers"]):
             if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
                 raise TypeError("the states of optimizers or schedulers are not a list of dictionaries")

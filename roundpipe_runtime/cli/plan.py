@@ -56,7 +56,7 @@ class MachineOptions:
     bandwidth: Annotated[float | None, option("GB/S", "Copy rate from CPU to device (default: measured).")] = None
     flops: Annotated[float | None, option("TFLOP/S", "Compute rate of a device (default: measured).")] = None
     machine: Annotated[
-        pathlib.Path | None, option("FILE", "Rates and sizes of a machine, from doctor --machine or hand-written.")
+        pathlib.Path | None, option("FILE", "Speeds and memory of a machine, as written by roundpipe doctor --machine.")
     ] = None
 
     def __post_init__(self) -> None:

@@ -85,7 +85,7 @@ class EvalRecord:
 
 
 def record_of(logs: Mapping[str, float], step: int) -> StepRecord | EvalRecord | None:
-    """Return the record of a Trainer's log entry; ``None`` if the entry is not about a step or an evaluation.
+    """Convert an entry of a Trainer's log; ``None`` if the entry is not about a step or an evaluation.
 
     >>> record_of({"eval_loss": 2.5, "eval_tokens": 64, "eval_runtime": 0.5}, 3)
     EvalRecord(step=3, eval_loss=2.5, eval_tokens=64, seconds=0.5)

@@ -145,7 +145,7 @@ class PieceRows:
             is_cut = True
             yield trial
         if not is_cut:
-            raise CannotJoinError("a few rows of the batch cannot be split into two parts")
+            raise CannotJoinError("the batch has no subset of rows that can be split into two parts")
 
     def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
         if not getattr(config.split_input, "is_of_batch", False):

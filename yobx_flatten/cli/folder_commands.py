@@ -432,10 +432,10 @@ Dtype = Annotated[
     Literal["float32", "float16", "bfloat16"],
     typer.Option(help="Data type of the weights. bfloat16 needs --to program or --proof none."),
 ]
-Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: the fastest that passes the checks).")]
+Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: gives the fastest correct file).")]
 Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Sizes that vary: batch and lengths, or only lengths.")]
 Batch = Annotated[int, typer.Option(min=1, help="The constant batch size, for --dynamic length.")]
-MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size that the files accept, with --max-length.")]
+MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size of the files, if --max-length is given.")]
 MaxLength = Annotated[
     int | None, typer.Option(min=1, help="Largest number of tokens that the files accept; ExecuTorch requires it.")
 ]
@@ -457,8 +457,8 @@ PerplexityRatio = Annotated[
 Activations = Annotated[
     Literal["auto", "float", "int8", "split", "token"],
     typer.Option(
-        help="With --quantize: precision of the activations. int8 is faster than float. split is also faster, and "
-        "multiplies large values separately. token (one scale per token) is fastest for encoders."
+        help="With --quantize: kind of activations. `int8` and `split` are faster than `float`; `split` multiplies "
+        "large values separately. `token` (int8 with one scale per token) is fastest for encoders."
     ),
 ]
 Calibration = Annotated[

@@ -80,7 +80,7 @@ class CallSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedded:
-    """Describes the output of an embedding that only the first module of the pipeline computes."""
+    """Describes the output of an embedding layer; only the first module of the pipeline computes this output."""
 
     key: Key
     shape: torch.Size

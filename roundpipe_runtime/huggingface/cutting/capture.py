@@ -139,7 +139,7 @@ def is_old() -> bool:
 
 
 def collect_on_copy(copied: nn.Module) -> None:
-    """In a copy of a model, replace forwards decorated with ``check_model_inputs`` by forwards that capture outputs."""
+    """Make the modules of a copied model collect their hidden states and attentions, as ``check_model_inputs`` does."""
     if is_old():
         for part in _decorated(copied):
             part.__dict__["forward"] = functools.partial(_forward, part)

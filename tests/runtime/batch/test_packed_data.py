@@ -151,7 +151,7 @@ def test_labels_state_the_rows_of_packed_data_where_rules_cut_each_leaf_separate
 def test_a_leaf_with_fewer_rows_than_packed_microbatches_is_refused():
     """A microbatch without a row of it would have nothing to compute."""
     inputs = (RoundPipePackedData(["a", "b", "c"]), torch.zeros(2), torch.zeros(9))
-    with pytest.raises(SplitError, match=r"args\[1\] has only 2 rows, but args\[0\] has entries for 3 mi"):
+    with pytest.raises(SplitError, match=r"args\[1\] has 2 rows, too few for the 3 microbatches of args\[0\]"):
         split(inputs, {}, None, 3, split_input=CUT_APART)
 
 

@@ -214,7 +214,7 @@ def write_tensor_file(
 
 @contextlib.contextmanager
 def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a new file to which torch writes. An error of writing is raised only at the end of the ``with`` block."""
+    """Yield a new file to which torch writes. If writing fails, the ``with`` block raises when it ends."""
     # torch's archive writer also writes in its C++ destructor, where an error would end the process
     with _Lenient(path, "wb") as file:
         try:

@@ -273,7 +273,7 @@ def _guard(
     add = made.add
 
     def number(found: Expression) -> ir.Value:
-        """Add nodes that compute an expression of input sizes; return their result, an int64 value of shape (1,)."""
+        """Add nodes that compute a size from sizes of the inputs; return the size, an int64 value of shape (1,)."""
         if isinstance(found, int):
             return add("Constant", value_ints=[found])
         if isinstance(found, str):

@@ -85,7 +85,7 @@ def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
 
 
 def stated_weights(index: pathlib.Path, *, failure: type[Exception]) -> dict[str, str]:
-    """Read the index of a checkpoint that has several files; return the file name of each weight by weight name."""
+    """Read the index of a checkpoint that has several files; return the name of the file of each weight."""
     held = read_document(index, _Index, failure=failure, finite=False).weight_map
     for name in set(held.values()):
         inside(index.parent, name, failure)

@@ -71,9 +71,7 @@ def new_cache(name: str, *, static: bool = False, room: int = 32) -> Any:
     def one(length: int) -> Any:
         return StaticCache(config=config, max_cache_len=length) if static else DynamicCache(config=config)
 
-    if name in ENCODER_DECODERS:
-        return EncoderDecoderCache(one(room), one(_ENCODER_LENGTH))
-    return one(room)
+    return EncoderDecoderCache(one(room), one(_ENCODER_LENGTH)) if name in ENCODER_DECODERS else one(room)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,9 +89,7 @@ def of_name(name: str) -> Any:
     for module in (yobx_flatten, roundpipe_runtime):
         if name in module.__all__:
             return getattr(module, name)
-    if name in OTHERS:
-        return getattr(importlib.import_module(OTHERS[name]), name)
-    return None
+    return getattr(importlib.import_module(OTHERS[name]), name) if name in OTHERS else None
 
 
 def called(node: ast.Call) -> Any:

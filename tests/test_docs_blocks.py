@@ -65,8 +65,7 @@ def test_the_kinds_of_blocks_are_those_that_tests_read():
 @pytest.mark.parametrize("kind", ["python", "console"])
 def test_programs_stand_where_a_test_runs_them(kind):
     """In the guide and the README; a program that is only shown is a `{code-block}`."""
-    places = {ROOT / block.place.rpartition(":")[0] for block in blocks(kind)}
-    assert places - RUN == set()
+    assert {ROOT / block.place.rpartition(":")[0] for block in blocks(kind)} - RUN == set()
 
 
 def public(name: str) -> object:

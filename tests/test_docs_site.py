@@ -58,8 +58,7 @@ def test_every_page_of_the_guide_is_in_the_sidebar_and_in_its_index_and_both_are
     assert len(names) <= GUIDE_PAGES
     assert len(sidebar) <= LINKS
     sections = re.split(r"^## ", (GUIDE / "torch_and_jax.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    without = [text.splitlines()[0] for text in sections if "```python" not in text or "```text" not in text]
-    assert not without
+    assert not [text.splitlines()[0] for text in sections if "```python" not in text or "```text" not in text]
 
 
 def headings(page: Path) -> set[str]:
@@ -335,8 +334,7 @@ def rows(kind):
 def test_every_layer_and_every_class_that_the_block_registers_is_listed_with_its_code():
     letters = {name: letter for name, letter in (LETTERS | OTHER_LETTERS).items() if hasattr(cache_utils, name)}
     letters = {getattr(cache_utils, name).__name__: letter for name, letter in letters.items()}
-    found = {name: row.code for name, row in rows("layer").items() if row.since}
-    assert found == letters
+    assert {name: row.code for name, row in rows("layer").items() if row.since} == letters
     listed = {row.cls: row.registered_by for row in flattening_list() if row.kind != "layer"}
     with register_flattening_functions(patch_transformers=True) as undo:
         for cls, ours in undo.items():

@@ -73,5 +73,4 @@ def with_sections(path, public):
 def test_a_docstring_of_what_is_internal_has_no_list_of_arguments():
     public = documented()
     assert len(public) > 200
-    found = [f"{path.relative_to(ROOT)}: {name}" for path in FILES for name in with_sections(path, public)]
-    assert found == []
+    assert [f"{path.relative_to(ROOT)}: {name}" for path in FILES for name in with_sections(path, public)] == []

@@ -57,8 +57,7 @@ def test_a_type_that_works_has_a_result_per_column_and_one_that_dies_stops_no_ot
     assert [results[column]["ok"] for column in COLUMNS] == [True, True, True]
     assert results["export"]["known"] == {"earlier": True}
     assert results["save and load"] == {"ok": True, "way": "yobx_flatten", "seconds": 0.6}
-    work = [(name, COLUMNS, {}) for name in ("crashes", "works", "fails")]
-    found = dict(runner.run_types(work, jobs=2))
+    found = dict(runner.run_types([(name, COLUMNS, {}) for name in ("crashes", "works", "fails")], jobs=2))
     passed = {name: results["round trip"]["ok"] for name, results in found.items()}
     assert passed == {"crashes": False, "works": True, "fails": False}
 
@@ -98,8 +97,7 @@ def results(tmp_path):
 
 
 def test_results_come_back_for_the_same_versions_and_others_are_not_replaced_unasked(results):
-    again = Results.open(results.path, VERSIONS, "yobx_flatten")
-    assert again.types == results.types
+    assert Results.open(results.path, VERSIONS, "yobx_flatten").types == results.types
     assert Results.open(results.path, {**VERSIONS, "torch": "2.14.0"}, "yobx_flatten").types == {}
     assert Results.open(results.path, VERSIONS, "executorch").types == {}
     results.versions = {**VERSIONS, "torch": "0.1"}

@@ -41,8 +41,7 @@ def test_every_form_is_recorded_and_the_forms_of_this_package_pass():
 
 def test_measures_are_those_of_their_formulas_and_a_form_too_far_from_the_model_fails(tmp_path):
     """A uniform guess among 8 has a perplexity of 8; the divergence of two coins is an analytic sum."""
-    tokens = torch.tensor([3, 1, 4, 1, 5])
-    assert perplexity(torch.zeros(5, 8), tokens) == pytest.approx(8)
+    assert perplexity(torch.zeros(5, 8), torch.tensor([3, 1, 4, 1, 5])) == pytest.approx(8)
     fair, bent = torch.tensor([[0.0, 0.0]]), torch.log(torch.tensor([[0.9, 0.1]]))
     wanted = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
     assert divergence(fair, bent) == pytest.approx(wanted, rel=1e-6)
@@ -139,8 +138,7 @@ def test_no_cell_of_ours_is_worse_and_a_file_is_called_wrong_only_next_to_two_co
     ranks = [*RANKS, NOT_RUN]
     verdicts = {name: [verdict_of(results, name, one) for one in EXPORTERS] for name in results.types}
     own = {name: verdict_of(results, name, "yobx-flatten") for name in results.types}
-    behind = {name for name in own if own[name] != min(verdicts[name], key=ranks.index)}
-    assert behind == set()
+    assert {name for name in own if own[name] != min(verdicts[name], key=ranks.index)} == set()
     for name, entry in results.types.items():
         for exporter, result in entry["columns"].items():
             if result.get("verdict") == "wrong values":

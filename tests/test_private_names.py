@@ -67,8 +67,7 @@ def test_every_name_is_in_the_installed_release(module):
 
 
 def test_a_name_that_is_gone_states_what_to_use():
-    names = {"tracer": Private("torch.fx", "_no_such_tracer", "torch.fx.Tracer")}
-    find = lookup_in("torch", names)
+    find = lookup_in("torch", {"tracer": Private("torch.fx", "_no_such_tracer", "torch.fx.Tracer")})
     with pytest.raises(ImportError, match=r"torch 2\.\S+ has no torch\.fx\._no_such_tracer(.|\n)*torch\.fx\.Tracer"):
         find("tracer")
     with pytest.raises(AttributeError):

@@ -45,8 +45,7 @@ def test_a_shared_page_names_its_picture_and_404_where_its_files_are():
     shown = dict(re.findall(r'<meta property="([^"]+)" content="([^"]*)">', tags))
     assert shown["og:url"] == "https://example.org/guide/export.html"
     assert shown["og:title"] == "A &quot;page&quot;"
-    picture = shown["og:image"].removeprefix("https://example.org/")
-    assert (ROOT / "docs" / picture).is_file()
+    assert (ROOT / "docs" / shown["og:image"].removeprefix("https://example.org/")).is_file()
     assert address.head_tags("https://example.org/", "404", "", "") == '<base href="https://example.org/">'
 
 

@@ -145,8 +145,7 @@ def test_an_input_of_several_tensors_without_an_entry_is_named_and_the_line_of_t
         export(Reads(), kwargs=inputs, dynamic_shapes={"x": {0: "rows"}})
     line = str(refused.value).splitlines()[-1].strip()
     exported = export(Reads(), kwargs=inputs, dynamic_shapes={"x": {0: "rows"}, **eval(f"{{{line}}}")})
-    found = exported(x=torch.full((7, 3), 2.0), extra=inputs["extra"])
-    assert torch.equal(found[0], torch.full((7, 3), 4.0))
+    assert torch.equal(exported(x=torch.full((7, 3), 2.0), extra=inputs["extra"])[0], torch.full((7, 3), 4.0))
     with pytest.raises((FlattenError, AssertionError, RuntimeError)):
         exported(x=torch.ones(7, 3), extra=({"a": torch.ones(5, 3)},))
 

@@ -93,8 +93,7 @@ def test_without_typer_the_line_that_installs_it_is_shown(monkeypatch, capsys):
     """The command is there as soon as the package is; its libraries may not be."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else name)
     assert main(["env"]) == 2
-    shown = capsys.readouterr().err
-    assert shown == f"yobx-flatten: the command line needs typer: {install_line('cli')}\n"
+    assert capsys.readouterr().err == f"yobx-flatten: the command line needs typer: {install_line('cli')}\n"
 
 
 def test_env_list_and_bench_print_what_there_is_as_a_table_and_as_json(capsys):
@@ -125,8 +124,7 @@ def test_list_breaks_no_word(width, capsys, monkeypatch):
     if not is_older_than("5.23"):  # the longest name of a leaf
         words.add("indexer_cumulative_length")
     assert words <= set(shown.replace(",", " ").split())
-    wide = [line for line in shown.splitlines() if len(line) > width and len(line.split()) > 2]
-    assert wide == []
+    assert [line for line in shown.splitlines() if len(line) > width and len(line.split()) > 2] == []
 
 
 @pytest.mark.parametrize("name", ["bench", "matrix"])

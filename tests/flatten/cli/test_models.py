@@ -81,8 +81,7 @@ def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path,
 def test_an_export_that_cannot_be_leaves_nothing(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["export", *arguments, "-o", "out"]) == 2
-    shown = capsys.readouterr().err.splitlines()
-    assert words in shown[-1]
+    assert words in capsys.readouterr().err.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -382,8 +381,7 @@ def test_check_finds_errors_in_a_call(tmp_path, monkeypatch, capsys):
     (tmp_path / "some_call_of_mine.py").write_text(source, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert main(["check", "some_call_of_mine:wrong", "--json"]) == 1
-    findings = json.loads(capsys.readouterr().out)["some_call_of_mine:wrong"]
-    assert findings[0]["severity"] == "error"
+    assert json.loads(capsys.readouterr().out)["some_call_of_mine:wrong"][0]["severity"] == "error"
     assert main(["check", "some_call_of_mine:other"]) == 2
     assert "must return (module, kwargs)" in capsys.readouterr().err
     for model in ("llama", str(saved("mistral")[1])):
@@ -437,8 +435,7 @@ def test_one_message_is_answered_by_generate_and_in_python(talks, capsys):
     assert main(["generate", str(folder), "--chat", "--prompt", "hi", "--tokens", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == [{"prompt": "hi", "text": expected}]
     model = OnnxForCausalLM.from_pretrained(folder)
-    messages = [{"role": "user", "content": "hi"}]
-    assert model.chat(messages, max_new_tokens=5, do_sample=False) == expected
+    assert model.chat([{"role": "user", "content": "hi"}], max_new_tokens=5, do_sample=False) == expected
     with pytest.raises(InvalidArgumentError, match="messages must be a list"):
         model.chat("hi")
     with pytest.raises(InvalidArgumentError, match=r"messages\[0\] is .* without a role"):

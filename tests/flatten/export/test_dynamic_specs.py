@@ -208,8 +208,7 @@ def test_an_example_that_breaks_a_spec_is_refused():
 
 def test_entries_of_both_kinds_stand_next_to_each_other_and_no_size_is_fixed_without_a_word():
     mixed = {"x": TensorSpec([ShapeVar("b"), None]), "y": {0: Dim.DYNAMIC}}
-    exported = export_program(Adds(), _tensors(4, 5), dynamic_shapes=mixed)
-    assert exported(*_tensors(6, 7)).tolist() == [13.0] * 4
+    assert export_program(Adds(), _tensors(4, 5), dynamic_shapes=mixed)(*_tensors(6, 7)).tolist() == [13.0] * 4
     # as torch promises of a spec: a size that the code fixes is an error
     fixes = module_class("Fixes", lambda self, x: x + torch.ones(4, 4))()
     with pytest.raises(Exception, match=r"x\.shape\[0\] should vary, but the code works for size 4 only"):

@@ -134,8 +134,7 @@ def test_a_type_without_kernels_is_an_error_that_says_so_and_half_precision_is_c
     with pytest.raises(ReplayError, match=r"(?s)onnxruntime lacks kernels for bfloat16 on the CPU.*failed.a\.onnx"):
         export_onnx(module, (x,), path=tmp_path / "a.onnx", cases=[], keep_failed=failed)
     assert not (tmp_path / "a.onnx").exists()
-    kept = onnx.load(failed / "a.onnx").graph
-    assert kept.input[0].type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16
+    assert onnx.load(failed / "a.onnx").graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16
     half = torch.nn.Linear(3, 4).half(), (torch.ones(2, 3).half(),)
     assert export_onnx(*half, path=tmp_path / "a.onnx", cases=[]).report.tolerance == 6e-2
     assert export_onnx(Twice(), (torch.ones(2, 3),), path=tmp_path / "b.onnx", cases=[]).report.tolerance == 1e-4
@@ -251,8 +250,7 @@ def test_axes_of_two_sizes_have_two_names(tmp_path):
         return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoded}
 
     module, other = module_class("Prompted", _prompted)(), Case("other", (), inputs(3, 4, 9, 2))
-    report = export_onnx(module, kwargs=inputs(2, 3, 8, 6), path=tmp_path / "a.onnx", cases=[other]).report
-    assert report.ok
+    assert export_onnx(module, kwargs=inputs(2, 3, 8, 6), path=tmp_path / "a.onnx", cases=[other]).report.ok
     axes = _axes(tmp_path / "a.onnx")
     assert axes["input_ids"] == ["batch_size", "encoder_sequence_length"]
     assert axes["attention_mask"][0] == "batch_size"
@@ -330,8 +328,7 @@ def test_the_graph_is_the_one_of_onnxscript():
         _, ours, theirs = _both_optimized(model, (), inputs, dynamic_shapes(inputs))
     assert ours == theirs
     parts = {"one": torch.nn.Conv2d(3, 4, 3), "norm": torch.nn.BatchNorm2d(4), "two": torch.nn.Conv2d(4, 4, 3)}
-    module = module_of(_convolutions, **parts)
-    size, ours, theirs = _both_optimized(module, (torch.ones(2, 3, 8, 8),), {}, None)
+    size, ours, theirs = _both_optimized(module_of(_convolutions, **parts), (torch.ones(2, 3, 8, 8),), {}, None)
     assert ours == theirs
     assert len(ours.graph.node) < size
 

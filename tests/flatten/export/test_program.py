@@ -41,8 +41,7 @@ def test_the_report_says_what_was_replayed_and_how_far_it_differs(mistral):
     report = mistral.report
     assert report.ok
     assert report.max_difference < 1e-5
-    runtimes = [case.runtime for case in report.cases]
-    assert runtimes == ["torch.export"] * 6 + ["onnxruntime"] * 6
+    assert [case.runtime for case in report.cases] == ["torch.export"] * 6 + ["onnxruntime"] * 6
     assert {case.steps for case in report.cases} == {3}
     names = " ".join(case.case for case in report.cases)
     assert f"past {WINDOW // 2}" in names

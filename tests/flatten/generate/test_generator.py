@@ -255,8 +255,7 @@ def test_whisper_writes_what_its_model_writes(to):
     config = model.config
     shape = (3, config.num_mel_bins, 2 * config.max_source_positions)
     sound = {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(2))}
-    found = generator.generate(**sound, max_new_tokens=TOKENS)
-    assert found[:, 1:].tolist() == expected(model, sound).tolist()
+    assert generator.generate(**sound, max_new_tokens=TOKENS)[:, 1:].tolist() == expected(model, sound).tolist()
 
 
 def test_llava_sees_what_its_model_sees():

@@ -106,8 +106,7 @@ def test_tokens_are_drawn_as_stated(entries):
     found = generator.generate(PROMPT, MASK, max_new_tokens=12)
     assert torch.equal(found, wanted)
     torch.manual_seed(7)
-    streamed = torch.stack(list(generator.stream(PROMPT, MASK, max_new_tokens=12)), 1)
-    assert torch.equal(streamed, wanted[:, 4:])
+    assert torch.equal(torch.stack(list(generator.stream(PROMPT, MASK, max_new_tokens=12)), 1), wanted[:, 4:])
     likeliest = _tokens(model, max_new_tokens=12, do_sample=False)
     assert torch.equal(generator.generate(PROMPT, MASK, max_new_tokens=12, sampling=Sampling()), likeliest)
     assert not torch.equal(found, likeliest)
@@ -188,8 +187,7 @@ def test_other_loops_are_those_of_transformers(entries):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_folder_whose_entries_ask_for_another_loop_is_checked_in_the_plain_one(quantize, tmp_path):
     model, _ = _pair(prompt_lookup_num_tokens=3)
-    done = export_folder(model, tmp_path / "out", proof="sample", quantize=quantize)
-    assert done.verified.ok
+    assert export_folder(model, tmp_path / "out", proof="sample", quantize=quantize).verified.ok
     if quantize is None:
         prompt = torch.tensor([[5, 6, 5, 6, 5]])
         wanted = _tokens(model, prompt, torch.ones_like(prompt), max_new_tokens=12)

@@ -148,8 +148,7 @@ def test_weights_that_stay_integers_meet_an_adapter_in_float(root, tmp_path):
             whole.view(-1, 16)[:, :2] = torch.tensor([-8, 7])
             parameter.data = whole * 0.0625
     model.save_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"])
-    save_adapter(model, config, tmp_path / "one")
+    save_adapter(model, peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"]), tmp_path / "one")
     done = export_folder(
         tmp_path / "base", tmp_path / "out", adapters={"one": tmp_path / "one"}, quantize="keep", optimize="onnxruntime"
     )
@@ -622,8 +621,7 @@ def test_adapters_are_exported_as_weights_or_merged(merged, optimize, tmp_path):
     wanted = adapted.generate(input_ids=ids, **options)
     assert not torch.equal(wanted, small_model("llama").generate(ids, **options))
     given = adapted.merge_and_unload() if merged else adapted
-    done = export_folder(given, tmp_path / "out", optimize=optimize, proof="sample")
-    assert done.task == "text-generation"
+    assert export_folder(given, tmp_path / "out", optimize=optimize, proof="sample").task == "text-generation"
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert OnnxGenerator(tmp_path / "out", threads=1).generate(ids, max_new_tokens=20).tolist() == wanted.tolist()

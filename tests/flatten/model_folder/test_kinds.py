@@ -277,8 +277,7 @@ def test_a_model_without_types_takes_none_and_its_tokenizer_returns_none(tmp_pat
 )
 def test_whether_a_model_has_types_is_found_by_calling_it(name, entries, expected):
     """A configuration may state types that no layer reads, or have another word for them."""
-    model = _model(name, **entries)
-    assert has_types(model, torch.arange(12).reshape(2, 6) + 3) is expected
+    assert has_types(_model(name, **entries), torch.arange(12).reshape(2, 6) + 3) is expected
 
 
 KINDS = ["whisper", "moonshine", "vit", "clip", "wav2vec2", "trocr", "llava", "qwen2_vl", "t5"]
@@ -294,8 +293,7 @@ def test_inputs_have_the_type_of_the_weights(name):
 
 def test_a_whisper_in_float16_becomes_a_folder(tmp_path):
     """It stopped at `Input type (float) and bias type (c10::Half)`."""
-    done = export_folder(small_model("whisper").half(), tmp_path / "out", proof="sample")
-    assert done.verified.ok
+    assert export_folder(small_model("whisper").half(), tmp_path / "out", proof="sample").verified.ok
 
 
 TEXT = {**SIZES, "vocab_size": 96, "num_key_value_heads": 2, "initializer_range": 0.5, "eos_token_id": None}
@@ -352,8 +350,7 @@ def test_pictures_of_any_size_generate_as_their_model(exported, sizes):
     given |= prompts(*map(len, features))
     wanted = model.generate(**given, max_new_tokens=8, do_sample=False)
     assert torch.equal(generator.generate(**given, max_new_tokens=8), wanted)
-    streamed = torch.stack([*generator.stream(**given, max_new_tokens=8)], 1)
-    assert torch.equal(streamed, wanted[:, -8:])
+    assert torch.equal(torch.stack([*generator.stream(**given, max_new_tokens=8)], 1), wanted[:, -8:])
 
 
 def test_tiles_in_one_list_are_those_of_rows(exported):

@@ -150,8 +150,7 @@ def test_a_streamed_folder_is_the_one_of_the_loaded_model(copied, tmp_path, monk
 
 
 def test_a_model_that_reads_a_weight_elsewhere_is_loaded_as_a_whole(copied, monkeypatch):
-    streamed = _streamed(copied)
-    whole = streamed.as_a_whole("a weight is read where its layer is not called")
+    whole = _streamed(copied).as_a_whole("a weight is read where its layer is not called")
     assert not whole.is_streamed
     assert not any(parameter.is_meta for parameter in whole.model.parameters())
     half = _streamed(copied, "float16")
@@ -193,8 +192,7 @@ def test_the_file_holds_the_integers_of_the_checkpoint_and_the_folder_reads_text
     assert done.verified.ok
     assert done.reports["model.onnx"].quality.weights == "keep"
     graph = onnx.load(place / "model.onnx").graph
-    kinds = [node.op_type for node in graph.node]
-    assert kinds.count("MatMulNBits") == 7 * LAYERS + 1
+    assert [node.op_type for node in graph.node].count("MatMulNBits") == 7 * LAYERS + 1
     held_values = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     stored = []
     for name in (name for name in held_values if name.endswith("_Q4")):
@@ -208,8 +206,7 @@ def test_the_file_holds_the_integers_of_the_checkpoint_and_the_folder_reads_text
         if "ffn" in tensor.name and "norm" not in tensor.name:  # transformers reorders rows of queries and keys
             read = gguf.dequantize(tensor.data, tensor.tensor_type)
             assert any(found.shape == read.shape and bool((found == read).all()) for found in stored)
-    tokenizer = AutoTokenizer.from_pretrained(place)
-    assert tokenizer("ab c", add_special_tokens=False).input_ids == [256, 32, 99]
+    assert AutoTokenizer.from_pretrained(place)("ab c", add_special_tokens=False).input_ids == [256, 32, 99]
     stated = json.loads((place / "tokenizer_config.json").read_text())
     assert stated["tokenizer_class"] == "PreTrainedTokenizerFast"  # the name that transformers 4 and 5 both know
     assert "quantization_config" not in json.loads((place / "config.json").read_text())

@@ -11,12 +11,7 @@ import transformers
 from tests.flatten.model_folder.exported_folders import made
 from yobx_flatten import DamagedFileError, DynamicShapesError, errors, export_folder, open_generator, verify_folder
 from yobx_flatten.__main__ import main
-from yobx_flatten.errors import (
-    GenerationError,
-    InvalidArgumentError,
-    MissingDependencyError,
-    UntrustedFileError,
-)
+from yobx_flatten.errors import GenerationError, InvalidArgumentError, MissingDependencyError, UntrustedFileError
 from yobx_flatten.model_folder.manifest import read_manifest
 
 BOUNDS = {"batch": 4, "length": 64}

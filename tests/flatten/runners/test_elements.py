@@ -50,8 +50,7 @@ def run(path, engine):
 
 
 def test_the_codes_are_those_of_onnx_with_the_bytes_of_the_tensor():
-    found = {name: onnx.TensorProto.DataType.Name(element.code) for name, element in ELEMENTS.items()}
-    assert found == NAMES
+    assert {name: onnx.TensorProto.DataType.Name(element.code) for name, element in ELEMENTS.items()} == NAMES
     for dtype in TORCH_TYPES:
         element = ELEMENTS[str(dtype).removeprefix("torch.")]
         stored = onnx.helper.tensor_dtype_to_np_dtype(element.code).itemsize * (2 if element.pair else 1)

@@ -192,8 +192,7 @@ print(forks, "openvino_telemetry" in sys.modules)
 def test_openvino_is_imported_without_its_reports_of_use():
     """In a fresh process: nothing is sent, nothing forks, and the name of what sends is as it was."""
     pytest.importorskip("openvino")
-    done = fresh_process.run("-c", OPENS, env={**os.environ, "CI": ""})
-    assert done.stdout.split() == ["[]", "False"]
+    assert fresh_process.run("-c", OPENS, env={**os.environ, "CI": ""}).stdout.split() == ["[]", "False"]
 
 
 def test_a_call_that_openvino_refuses_states_the_reason(tmp_path):

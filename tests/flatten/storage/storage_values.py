@@ -62,9 +62,7 @@ def bits(leaf):
         return type(leaf), array.dtype, array.dtype.byteorder, array.shape, content
     if isinstance(leaf, complex):
         return complex, struct.pack("dd", leaf.real, leaf.imag)
-    if isinstance(leaf, float):
-        return float, struct.pack("d", leaf)
-    return type(leaf), leaf
+    return (float, struct.pack("d", leaf)) if isinstance(leaf, float) else (type(leaf), leaf)
 
 
 def same(left, right):

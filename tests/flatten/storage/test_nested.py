@@ -107,8 +107,7 @@ def test_a_cache_goes_on_in_the_block_and_outside_of_it(tmp_path):
     cache = make_dynamic_cache([(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)) for _ in range(2)])
     outside = stored({"past_key_values": cache}, tmp_path / "a.onnx")["past_key_values"]
     with register_flattening_functions(patch_transformers=True):
-        inside = stored({"past_key_values": cache}, tmp_path / "b.onnx")["past_key_values"]
-        assert same(inside, cache)
+        assert same(stored({"past_key_values": cache}, tmp_path / "b.onnx")["past_key_values"], cache)
         assert same(outside, cache)
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
     assert type(outside.layers[0]) is type(cache.layers[0])
@@ -123,8 +122,7 @@ def test_a_fresh_process_reads_a_cache_and_a_model_output(tmp_path):
         "import sys; from yobx_flatten import load_nested; x = load_nested(sys.argv[1]);"
         f"print(type(x).__name__, x['{WORD}'].get_seq_length(), 'onnxruntime' in sys.modules)"
     )
-    done = fresh_process.run("-c", program, tmp_path / "x.onnx")
-    assert done.stdout == "CausalLMOutputWithPast 3 False\n"
+    assert fresh_process.run("-c", program, tmp_path / "x.onnx").stdout == "CausalLMOutputWithPast 3 False\n"
 
 
 class Secret:
@@ -196,8 +194,7 @@ print(memory("VmHWM") - start - 9 * 40_000_000 / 2**20)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_storing_and_reading_take_one_tensor_above_the_inputs(tmp_path):
     for what in ("save", "load"):
-        done = fresh_process.run("-c", MEMORY, what, tmp_path / "x.onnx")
-        assert float(done.stdout) < 40 + 200, what
+        assert float(fresh_process.run("-c", MEMORY, what, tmp_path / "x.onnx").stdout) < 40 + 200, what
 
 
 def test_a_value_of_the_expected_class_comes_back_and_another_is_refused_with_the_line_to_type(tmp_path):

@@ -84,8 +84,7 @@ def test_a_package_is_right_for_slices(package, batch, past, new, sliced):
 def test_a_package_that_was_compiled_elsewhere_is_called_as_it_was(tmp_path):
     add = module_class("Add", lambda self, x: x * 2 + torch.arange(x.shape[1]))()
     x = torch.arange(12.0).reshape(2, 6)[:, 2:]
-    program = torch.export.export(add, (x,))
-    package = compiled(program, tmp_path / "add.pt2")
+    package = compiled(torch.export.export(add, (x,)), tmp_path / "add.pt2")
     with register_flattening_functions():
         assert package(x).tolist() == add(x).tolist()
 
@@ -354,5 +353,4 @@ def test_a_strict_export_serves_other_lengths(names):
         for sizes in (DecodeSizes(batch=3, past=4, new=2), DecodeSizes(batch=1, past=17, new=1, padding=3)):
             inputs = decode_inputs(model, sizes, seed=1)
             expected = model(**copy.deepcopy(inputs)).logits
-            found = program.module()(**inputs).logits
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(program.module()(**inputs).logits, expected, atol=1e-5, rtol=0)

@@ -277,8 +277,7 @@ def test_a_program_has_the_gradients_of_its_module():
         trained = program.module()
         for batch, length in ((2, 2), (3, WINDOW - 1)):
             expected = gradients(module, *inputs(batch, length))
-            found = gradients(trained, *inputs(batch, length))
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(gradients(trained, *inputs(batch, length)), expected)
             assert all(gradient.abs().max() > 0 for gradient in expected)
 
 

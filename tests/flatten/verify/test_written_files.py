@@ -283,8 +283,7 @@ def test_the_command_states_its_verdict_and_the_first_node(right, model, tmp_pat
     scaled_scores(proto)
     saved(proto, bad)
     assert main([*command, str(bad), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["files"]["model.onnx"]["first_node"]["operator"] == "Mul"
+    assert json.loads(capsys.readouterr().out)["files"]["model.onnx"]["first_node"]["operator"] == "Mul"
     path = str(saved(renamed(copied(right), {"input_ids": "words"}), bad))
     assert main([*command, path, "--map", "words=input_ids"]) == 0
     for wrong in ([path], [path, "--map", "words"], [path, "--device", "cuda"], [str(tmp_path / "nowhere.onnx")]):

@@ -140,8 +140,7 @@ CUT_APART = {"args[0]": Replicate, "args[1]": TensorChunkSpec(0), "args[2]": Ten
 def test_labels_state_the_rows_of_packed_data_where_rules_cut_each_leaf_separately():
     """Leaves of four and of nine rows, and six labels: the batch is that of the labels."""
     inputs = (RoundPipePackedData(["a", "b"]), torch.zeros(4), torch.zeros(9))
-    rules = {**CUT_APART, "label": TensorChunkSpec(0)}
-    parts = split(inputs, {}, torch.zeros(6), 2, split_input=rules)
+    parts = split(inputs, {}, torch.zeros(6), 2, split_input={**CUT_APART, "label": TensorChunkSpec(0)})
     assert [(part.rows, part.args[0], len(part.args[1]), len(part.args[2])) for part in parts] == [
         (3, "a", 2, 5),
         (3, "b", 2, 4),
@@ -199,7 +198,6 @@ def test_leaves_of_microbatches_are_those_of_the_split_trees():
         flat = split_flat(FlatBatch.of(args, {}, x), 2, **options)
         assert [part.rows for part in flat] == [part.rows for part in trees] == [2, 2]
         for part, tree in zip(flat, trees, strict=True):
-            found = tree_unflatten(part.inputs, part.spec)
-            torch.testing.assert_close(found, (tree.args, tree.kwargs))
+            torch.testing.assert_close(tree_unflatten(part.inputs, part.spec), (tree.args, tree.kwargs))
             torch.testing.assert_close(tree_unflatten(part.labels, part.label_spec), tree.label)
             assert not any(isinstance(leaf, tuple) for leaf in part.inputs)

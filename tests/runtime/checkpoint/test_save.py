@@ -416,8 +416,7 @@ def test_several_optimizers_and_schedulers(tmp_path):
     def make():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model]
-        schedulers = [lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
-        return model, optimizers, schedulers
+        return model, optimizers, [lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
 
     model, optimizers, schedulers = make()
     optimizers[1].step()

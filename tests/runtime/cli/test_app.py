@@ -81,8 +81,7 @@ def test_without_typer_the_line_that_installs_it_is_shown(monkeypatch, capsys):
     """The command is there as soon as the package is; its libraries may not be."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else name)
     assert main(["demo"]) == 2
-    shown = capsys.readouterr().err
-    assert shown == f"roundpipe: the command line needs typer: {install_line('cli')}\n"
+    assert capsys.readouterr().err == f"roundpipe: the command line needs typer: {install_line('cli')}\n"
 
 
 def test_the_module_is_the_command_in_a_fresh_process():

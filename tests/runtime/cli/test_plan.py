@@ -29,8 +29,7 @@ def folder(tmp_path_factory):
 def short(tmp_path_factory):
     """A folder with a configuration of as wide layers, six of them: 1.5 billion parameters."""
     path = tmp_path_factory.mktemp("short")
-    config = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", num_hidden_layers=6)
-    config.save_pretrained(path)
+    LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", num_hidden_layers=6).save_pretrained(path)
     return str(path)
 
 

@@ -257,8 +257,7 @@ def test_a_write_to_memory_of_its_own_is_that_of_the_plain_layers(name):
     model = MAY_BE_WRITTEN[name]()
     plain = copy.deepcopy(model)
     pipeline = RoundPipe(model, devices="virtual:2", model_run_config=RoundPipeRunConfig(num_microbatch=1))
-    x = torch.randn(6, 5, 8)
-    assert trains_like(pipeline, plain, lambda outputs, _: outputs.square().mean(), x, None)
+    assert trains_like(pipeline, plain, lambda outputs, _: outputs.square().mean(), torch.randn(6, 5, 8), None)
 
 
 class Penalised(nn.Linear):

@@ -35,8 +35,7 @@ def write(path, text):
 
 def test_a_file_of_text_is_one_document(tmp_path):
     """Line ends stay, a mark at the beginning goes. A long line was copied for each of its pieces: 41 s for 64 MB."""
-    path = write(tmp_path / "a.txt", "\ufeffone\r\ntwo\n\nthree")
-    assert documents([path]) == ["one\r\ntwo\n\nthree"]
+    assert documents([write(tmp_path / "a.txt", "\ufeffone\r\ntwo\n\nthree")]) == ["one\r\ntwo\n\nthree"]
     text = "è " * 2**20
     assert list(read_texts([write(tmp_path / "line.txt", text + "\nx\u2028y")])) == [text + "\n", "x\u2028y", END]
 
@@ -44,8 +43,7 @@ def test_a_file_of_text_is_one_document(tmp_path):
 def test_a_long_file_comes_in_pieces_that_end_with_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "_PIECE", 10)
     text = "".join(f"line {number}\n" for number in range(20)) + "a line that is longer than a piece\nthe end"
-    path = write(tmp_path / "long.md", text)
-    pieces = list(read_texts([path]))
+    pieces = list(read_texts([write(tmp_path / "long.md", text)]))
     assert pieces[-1] is END
     assert "".join(pieces[:-1]) == text
     assert len(pieces) > 10
@@ -139,8 +137,7 @@ class TestDatasets:
     def test_each_row_is_a_document(self, tmp_path, datasets):
         """A folder of one data set, among files."""
         datasets.Dataset.from_dict({"body": ["one", "two"], "id": [1, 2]}).save_to_disk(tmp_path / "saved")
-        plain = write(tmp_path / "plain.txt", "three")
-        found = find_texts([tmp_path / "saved", plain])
+        found = find_texts([tmp_path / "saved", write(tmp_path / "plain.txt", "three")])
         assert documents(found, field="body") == ["one", "two", "three"]
         with pytest.raises(FineTuneError, match=r"has no text in 'text'. Its fields: body, id. Name one: --field NAME"):
             documents(found)

@@ -142,8 +142,7 @@ def test_layers_that_were_changed_after_wrapping_are_refused(wrap, change):
     ):
         with pytest.raises(StageError, match=r"was made of 2 layers, and then .*\n.*RoundPipe\(pipeline\.model"):
             call()
-    again = wrap(pipe.model)
-    assert again(torch.ones(2, 4)).shape == (2, 4)
+    assert wrap(pipe.model)(torch.ones(2, 4)).shape == (2, 4)
 
 
 def test_a_parent_module_finds_the_optimizers_parameters(wrap):

@@ -257,8 +257,7 @@ def test_a_program_for_several_new_tokens_serves_the_prefill_too():
 @pytest.mark.slow
 def test_export_program_takes_a_recorded_prefill():
     """The empty cache of the example stays empty: whoever writes its shapes means the prefill."""
-    calls = generate("llama", tokens=2)
-    prefill = calls["prefill"]
+    prefill = generate("llama", tokens=2)["prefill"]
     exported = export_program(
         prefill.module(), kwargs=prefill.example(), dynamic_shapes=prefill.dynamic_shapes(), cases=[]
     )
@@ -333,6 +332,5 @@ def test_a_static_cache_is_prefilled_and_decoded():
             **generate_inputs("llama"), max_new_tokens=5, cache_implementation="static", disable_compile=True
         )
     assert list(calls.phases()) == ["prefill", "decode"]
-    positions = [int(cache_of(call.inputs).get_seq_length()) for call in calls["decode"]]
-    assert positions == [8, 9, 10, 11]
+    assert [int(cache_of(call.inputs).get_seq_length()) for call in calls["decode"]] == [8, 9, 10, 11]
     assert calls["decode"].replay(export(calls["decode"])).ok

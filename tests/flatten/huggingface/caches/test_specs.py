@@ -163,8 +163,7 @@ def test_flatten_and_unflatten_make_no_tensor(block, monkeypatch, name, static, 
     with operations, calls:
         leaves, spec = pytree.tree_flatten(cache)
         keyed, _ = pytree.tree_flatten_with_path(cache)
-        rebuilt = pytree.tree_unflatten(leaves, spec)
-        again, _ = pytree.tree_flatten(rebuilt)
+        again, _ = pytree.tree_flatten(pytree.tree_unflatten(leaves, spec))
     # a cache that ends in its length: one number is written at each flattening, of which torch does two for paths
     counted = isinstance(spec.context, list) and spec.context[-1] == "length"
     allowed = {"aten.full.default", "aten._local_scalar_dense.default"} if counted else set()

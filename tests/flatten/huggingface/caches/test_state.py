@@ -98,8 +98,7 @@ def test_a_quantised_cache_comes_back():
     assert type(rebuilt) is cache_utils.QuantizedCache
     assert [differences(a, b) for a, b in zip(rebuilt.layers, cache.layers, strict=True)] == [[], []]
     assert sum(leaf.dtype is torch.float8_e4m3fn for leaf in leaves if isinstance(leaf, torch.Tensor)) == 4
-    expected = copy.deepcopy(cache).update(*states(1), 0)
-    assert all(map(torch.equal, rebuilt.update(*states(1), 0), expected))
+    assert all(map(torch.equal, rebuilt.update(*states(1), 0), copy.deepcopy(cache).update(*states(1), 0)))
     assert rebuilt.get_seq_length() == 6
 
 
@@ -522,5 +521,4 @@ def test_a_rebuilt_cache_goes_on_step_by_step(name):
 
 def test_every_class_of_layer_and_cache_is_listed():
     classes = {type(layer_of(name, 0)) for name in LAYERS} | {type(make()) for make in CACHES.values()}
-    listed = {row.cls for row in flattening_list()}
-    assert {f"{cls.__module__}.{cls.__qualname__}" for cls in classes} <= listed
+    assert {f"{cls.__module__}.{cls.__qualname__}" for cls in classes} <= {row.cls for row in flattening_list()}

@@ -228,8 +228,7 @@ def test_a_pydantic_model_is_rebuilt_without_validation():
 
     flatten, _, unflatten = functions_of(Model)
     model = Model(x=1)
-    rebuilt = unflatten(*flatten(model))
-    assert rebuilt == model
+    assert unflatten(*flatten(model)) == model
     assert unflatten(["placeholder"], flatten(model)[1]).x == "placeholder"
 
     class Sized(pydantic.BaseModel):

@@ -141,14 +141,8 @@ def test_static_data_comes_back_from_json(value):
         (Color.RED, {"!enum": [f"{__name__}:Color", "RED"]}),
         (Outer.Inner, {"!class": f"{__name__}:Outer.Inner"}),
         (b"\x00\xff", {"!bytes": "00ff"}),
-        (
-            Named(1, (2,)),
-            {"!namedtuple": [f"{__name__}:Named", [1, {"!tuple": [2]}]]},
-        ),
-        (
-            Config(1),
-            {"!dataclass": [f"{__name__}:Config", {"size": 1, "mode": None}]},
-        ),
+        (Named(1, (2,)), {"!namedtuple": [f"{__name__}:Named", [1, {"!tuple": [2]}]]}),
+        (Config(1), {"!dataclass": [f"{__name__}:Config", {"size": 1, "mode": None}]}),
         (OrderedDict(b=1, a=2), {"!ordered": [["b", 1], ["a", 2]]}),
         (len, {"!function": "builtins:len"}),
         (MISSING, {"!constant": f"{__name__}:MISSING"}),

@@ -59,8 +59,7 @@ def test_what_a_layer_makes_for_a_later_one_is_carried():
 
 
 def test_what_hooks_take_out_of_layers_is_captured():
-    example = {**hf_batch(2), "output_router_logits": True}
-    passed = found(hf_model("mixtral"), example)
+    passed = found(hf_model("mixtral"), {**hf_batch(2), "output_router_logits": True})
     assert [one for one in passed if one[0] == "captured"] == [
         ("captured", "router_logits", 1, (3,)),
         ("captured", "router_logits", 2, (3,)),

@@ -136,8 +136,7 @@ def test_noise_of_the_models_own_code_is_the_same_in_all_phases():
             return x + 0 * self.linear(x)
 
     model = Twice(nn.ModuleList([Identity() for _ in range(3)])).train()
-    pipeline = wrapped(model, example={"input_ids": tokens(2)})
-    before, behind = pipeline(tokens())
+    before, behind = wrapped(model, example={"input_ids": tokens(2)})(tokens())
     assert (before == 0).any()
     assert torch.equal(before, behind)
 
@@ -354,6 +353,5 @@ def test_a_forward_that_calls_another_model_stays():
     model.head.forward = forward
     rebind_functions(model, {})
     assert model.head.forward is forward
-    made = cut(Toy(), {"input_ids": tokens(2)})
-    assert not made.report.is_whole
+    assert not cut(Toy(), {"input_ids": tokens(2)}).report.is_whole
     assert calls == 0

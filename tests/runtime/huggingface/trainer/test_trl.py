@@ -80,10 +80,7 @@ def trained(kind, folder, trainer_class, of_trainer=dict, **changes):
         "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
         "bf16": False,
     }  # fmt: skip
-    if kind == "Reward":
-        more = {"model": llama("LlamaForSequenceClassification", num_labels=1)}
-    else:
-        more = {"model": llama()}
+    more = {"model": llama("LlamaForSequenceClassification", num_labels=1) if kind == "Reward" else llama()}
     if kind in ("GRPO", "RLOO"):  # which make a reference from the files of the model
         more["model"].save_pretrained(folder / "model")
         more["model"].config._name_or_path = str(folder / "model")

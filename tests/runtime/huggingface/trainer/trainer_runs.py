@@ -77,10 +77,8 @@ def make_rows(name: str, count: int, start: int = 0) -> list[dict]:
 def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     """Rows padded on the right; what is padded is masked, and ignored by the loss."""
     ids = _padded([row["input_ids"] for row in rows], _PAD)
-    if isinstance(rows[0].get("labels"), int):
-        labels = torch.tensor([row["labels"] for row in rows])
-    else:
-        labels = _padded([row["labels"] for row in rows], -100)
+    labels = [row["labels"] for row in rows]
+    labels = torch.tensor(labels) if isinstance(labels[0], int) else _padded(labels, -100)
     return {"input_ids": ids, "attention_mask": (ids != _PAD).long(), "labels": labels}
 
 

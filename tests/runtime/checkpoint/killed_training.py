@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--devices", default="2")
     options = parser.parse_args()
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", r"Layer \d+ .*normalizes each microbatch")
     torch.set_num_threads(1)  # the same in every process that goes on with a training
     options.folder.mkdir(parents=True, exist_ok=True)
     draws = random.Random(options.seed)

@@ -161,8 +161,8 @@ def _the_same(path: str, values: Sequence[Any]) -> Any:
     for index, value in enumerate(values):
         if not _equal(value, first):
             raise JoinError(
-                f"{path} differs: {_short(first)} in microbatch 0, {_short(value)} in microbatch {index}. A value "
-                "that is not concatenated must be equal in all microbatches. Pass a function that joins the outputs:\n"
+                f"{path} differs: {_short(first)} in microbatch 0, {_short(value)} in microbatch {index}. Only values "
+                "that are concatenated, averaged or reduced may differ. Pass a function that joins the outputs:\n"
                 "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
             )
     return first

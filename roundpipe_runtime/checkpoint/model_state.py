@@ -87,8 +87,8 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
     if homeless:
         first, dtype = homeless[0], stored["masters"][homeless[0]].dtype
         raise CheckpointError(
-            f"The checkpoint has {dtype} master weights for {len(homeless)} parameters, like {first}; your model does "
-            f"not. Create the pipeline with master weights of this dtype:\n    RoundPipe(model, optim_dtype={dtype})"
+            f"The checkpoint has {dtype} master weights for {len(homeless)} parameters, like {first}; your model lacks "
+            f"them. Create the pipeline with master weights of this dtype:\n    RoundPipe(model, optim_dtype={dtype})"
         )
 
 

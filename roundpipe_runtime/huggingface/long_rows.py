@@ -120,7 +120,7 @@ class LongRows:
 
     @property
     def pipeline(self) -> WrappedModel:
-        """The pipeline around the model, with methods for optimizer steps and checkpoints."""
+        """The pipeline around the model, with the parameters; use it for optimizer steps and checkpoints."""
         assert self._pipeline is not None  # made in `__init__`
         return self._pipeline
 

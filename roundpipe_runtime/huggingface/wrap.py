@@ -123,7 +123,7 @@ def wrap_model_to_roundpipe(
         if made.report.is_whole:
             reason, message = made.report.refused[-1]
             if "forward" in vars(model_inside(model)):
-                message += REPLACED_FORWARD
+                message = message.rstrip(".") + REPLACED_FORWARD
             kind = made.report.model
             if use_sequential_preset is True:
                 raise CutError(reason, f"{kind} cannot be split: {message}")
@@ -348,7 +348,7 @@ class WrappedModel(CutModel):
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for the last optimizer step, and save the model with its ``save_pretrained``.
+        """Wait for the last optimizer step, and save the model (with LoRA, only adapters) with its ``save_pretrained``.
 
         Args:
             *args: positional arguments of the model's ``save_pretrained``.

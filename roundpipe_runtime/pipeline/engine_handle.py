@@ -195,7 +195,7 @@ class EngineHandle(ModelProxy):
         return self._rp_engine.planner.memory_limit()
 
     def layer_costs(self) -> list[LayerCost]:
-        """Return the time and memory of each layer; the time is an estimate until the pipeline has run."""
+        """Return the time and memory of each layer; before the first run, the time is estimated in multiplications."""
         return self._rp_engine.planner.layer_costs()
 
     @property

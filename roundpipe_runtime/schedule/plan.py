@@ -254,5 +254,5 @@ def _check_order(name: str, stages: Sequence[range], layers: range, *, fused: bo
         order = "in order" if is_forward else "in order from the last to the first"
         needed = f"must contain each of the layers {layers.start} to {layers.stop - 1} once, {order}"
     if fused and is_forward:
-        needed += "; the first stage of bwd_plan runs forward and backward of the other layers"
+        needed += f"; the first stage of bwd_plan runs forward and backward of the {'other ' if layers else ''}layers"
     raise PlanError(f"{name} {problem}: it is [{written}], but {needed}.")

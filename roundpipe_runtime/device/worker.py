@@ -52,7 +52,7 @@ class Worker:
             return self._threads.submit(self._run, contextvars.copy_context(), torch.get_num_threads(), bound)
         except RuntimeError as error:  # raised after the shutdown of the executor, and at the end of the interpreter
             raise DeviceError(
-                f"{self.name} was closed, by this pipeline or by another that uses the device. Make a new pipeline:\n"
+                f"Device {self.name} was closed, by this pipeline or by another that uses it. Make a new pipeline:\n"
                 "    RoundPipe(model, devices=...)"
             ) from error
 

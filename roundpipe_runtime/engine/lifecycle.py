@@ -369,7 +369,7 @@ class RunLifecycle:
     def check_can_run(self) -> None:
         if self.is_closed:
             raise DeviceError(
-                f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
+                f"Device {self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
                 "    RoundPipe(model, devices=...)"
             )
         if transforms_are_active():

@@ -31,9 +31,7 @@ _STEP = "A step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=MODEL_NAMES.replace(" or an adapter", "") + " Weights are not read.")
-    ]
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " Weights are not read.")]
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
     details: Annotated[
         bool, typer.Option("--details", help="Also print tables of layers, stages, memory use and transfers.")

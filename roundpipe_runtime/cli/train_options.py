@@ -98,8 +98,7 @@ class ModelOptions:
         list[str] | None,
         typer.Argument(
             metavar="MODEL [FILES]...",
-            help=MODEL_NAMES.replace(" or an adapter", "")
-            + " Further arguments are text files, so that --text *.txt works without quotes.",
+            help=MODEL_NAMES + " Further arguments are text files, so that --text *.txt works without quotes.",
         ),
     ] = None
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model; arguments are then text files.")] = None

@@ -420,7 +420,7 @@ def _turns(given: list[str] | None, *, quiet: bool) -> Iterator[str]:
 
 
 # the arguments and options of `export`
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=find.MODEL_NAMES)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=find.MODEL_NAMES + " Or an adapter's folder.")]
 Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
 Target = Annotated[
     _RuntimeName | None,

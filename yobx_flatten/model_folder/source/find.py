@@ -35,8 +35,8 @@ from .gguf_file import GGUF, gguf_config, gguf_tokenizer, gguf_weights, is_gguf
 from .packed_weights import Packing, UnmatchedWeights, load_stored, packing_of, unpacked_weights
 
 MODEL_NAMES = (
-    "A checkpoint folder of a model or an adapter, a GGUF file, or a Hugging Face id (owner/name). For random weights: "
-    "a config.json, a folder without weights, or a model type such as llama, which makes a small model."
+    "A checkpoint folder of a model, a GGUF file, or a Hugging Face id (owner/name). For random weights: a "
+    "config.json, a folder without weights, or a model type such as llama, which makes a small model."
 )
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

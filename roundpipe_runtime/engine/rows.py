@@ -33,6 +33,7 @@ from yobx_flatten.core.effects import Snapshot, undisturbed
 from yobx_flatten.core.interrupts import Undoing
 from yobx_flatten.core.private_names.of_torch import NormBase, pytree
 from yobx_flatten.errors.failures import raised_as
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 from .. import errors
 from ..batch.entries import FlatBatch, FlatMicrobatch
@@ -48,6 +49,9 @@ from .run import Trial
 # Enough rows for two parts of different sizes, and for two parts with several rows each.
 _FEW, _SEVERAL = 3, 4
 _TRIALS = 3  # sets of rows that are tried before an error
+# Share of the tolerance that other rows must keep, after some rows have differed. A choice that rounding changes is rare,
+# so other rows are equal up to rounding. Rows that influence each other a little differ a little in each set.
+_SURELY = 0.1
 # A hook may change outputs or gradients, so the caller's hooks run in trials.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -163,15 +167,15 @@ def first_that_mixes(
     config: RoundPipeRunConfig,
     number: int,
     tried: list[RowTrial],
-    leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
+    compared: Callable[[Any], PyTree] = lambda output: output,
 ) -> int | None:
     """Return the first layer whose outputs for some rows depend on other rows; ``None`` if there is none."""
     # number: number of layers that run
-    # leaves_of: function that returns the compared leaves of an output. Default: all leaves.
+    # compared: function that returns the part of an output that is compared. Default: the whole output.
     # tried: list to which the trials are added
     if engine.steps.is_exact:
         engine.steps.wait_update()
-    compare = _Comparison(engine, config, leaves_of)
+    compare = _Comparison(engine, config, compared)
     found = None
     # layers may not accept some rows; if the call itself also fails, that error is raised
     with (
@@ -182,6 +186,7 @@ def first_that_mixes(
             tried.append(trial)
             if (found := compare.mixing(trial, number)) is None:
                 break
+            compare.share = _SURELY
     return found
 
 
@@ -201,7 +206,7 @@ def compare_gradients(
     few: Callable[[int], Iterator[RowTrial]],
     config: RoundPipeRunConfig,
     number: int,
-    leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
+    compared: Callable[[Any], PyTree] = lambda output: output,
 ) -> GradientTrial:
     """Compare the gradients for a few rows with the sum of the gradients for two parts of these rows."""
     # tried: trials on which the layers have run; rows: number of rows of each microbatch
@@ -210,14 +215,14 @@ def compare_gradients(
     most = max(min(max(count or 0 for count in rows), _FEW), 2)  # devices have room for a microbatch
     if not (config.requires_grad and equal):
         return GradientTrial()
-    whole, part = (leaves_of(one) for one in (equal[0].outputs[0], equal[0].outputs[-1]))
-    kept = [rows_of(*pair, equal[0].count) is not None for pair in zip(whole, part, strict=False)]
+    outputs = [compared(one) for one in equal[0].outputs]
+    has_rows = _pair(outputs, [], equal[0].count)
     types = {parameter.dtype for layer in engine.layers for parameter in layer.parameters()}
-    count = max(sum(one.numel() for one in itertools.compress(whole, kept) if isinstance(one, torch.Tensor)), 1)
+    count = max(sum(one.numel() for one in _with_rows(outputs[0], has_rows)), 1)
     mean = 1 / _LARGER if torch.float16 in (*types, _coarsest()) else 1 / count  # gradients in float16 vanish
 
     def loss(scale: float, outputs: Any, labels: Any) -> torch.Tensor:
-        leaves: list[Any] = [leaf for leaf, has_rows in zip(leaves_of(outputs), kept, strict=True) if has_rows]
+        leaves = _with_rows(compared(outputs), has_rows)
         total = sum((_of_each_number(leaf) for leaf in leaves if leaf.requires_grad), start=torch.zeros(()))
         return total * (scale * mean)
 
@@ -283,12 +288,11 @@ def _of_each_number(leaf: torch.Tensor) -> torch.Tensor:
 
 
 class _Comparison:
-    def __init__(
-        self, engine: RunLifecycle, config: RoundPipeRunConfig, leaves_of: Callable[[Any], Sequence[object]]
-    ) -> None:
-        self._engine, self._leaves_of = engine, leaves_of
+    def __init__(self, engine: RunLifecycle, config: RoundPipeRunConfig, compared: Callable[[Any], PyTree]) -> None:
+        self._engine, self._compared = engine, compared
         self._config = dataclasses.replace(config, requires_grad=False, execute_plan=None, output_device=None)
         self.restart: Callable[[], None] = lambda: None
+        self.share = 1.0  # of the tolerance
 
     def mixing(self, trial: RowTrial, number: int) -> int | None:
         trial.is_equal = not self._differs(trial, number, together=True)
@@ -306,8 +310,8 @@ class _Comparison:
 
     def _differs(self, trial: RowTrial, number: int, *, together: bool = False) -> bool:
         trial.outputs[:] = self._outputs([trial.whole, *trial.parts], number, "parts", together=together)
-        whole, *found = map(self._leaves_of, trial.outputs)
-        return mixes_rows(whole, found, [one.rows or 0 for one in trial.parts], _coarsest())
+        whole, *found = map(self._compared, trial.outputs)
+        return mixes_rows(whole, found, [one.rows or 0 for one in trial.parts], _coarsest(), self.share)
 
     def _is_other(self, trial: RowTrial, number: int, kind: Trial, *, together: bool = False) -> bool:
         first, again = self._run([trial.whole, trial.whole], number, kind, together=together)
@@ -316,7 +320,8 @@ class _Comparison:
     def _depends_on_others(self, trial: RowTrial, number: int) -> bool:
         last = trial.count - 1
         order = [[*range(last), last - 1], [last, *range(1, trial.count)]]
-        whole, part, *found = self._run([trial.whole, trial.parts[-1], *map(trial.in_order, order)], number, "others")
+        given = [trial.whole, trial.parts[-1], *map(trial.in_order, order)]
+        whole, part, *found = map(pytree.tree_leaves, self._run(given, number, "others"))
         for other, kept in zip(found, [range(last), range(1, trial.count)], strict=True):
             is_alike = len(whole) == len(other) == len(part)
             for one, changed, few in zip(whole, other, part, strict=True) if is_alike else ():
@@ -330,8 +335,8 @@ class _Comparison:
 
     def _run(
         self, microbatches: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool = False
-    ) -> list[Sequence[object]]:
-        return [*map(self._leaves_of, self._outputs(microbatches, number, trial, together=together))]
+    ) -> list[PyTree]:
+        return [*map(self._compared, self._outputs(microbatches, number, trial, together=together))]
 
     def _outputs(self, given: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool) -> list[Any]:
         found: list[Any] = []
@@ -440,7 +445,11 @@ _CHOSEN = 0.02
 
 
 def mixes_rows(
-    whole: Sequence[object], parts: Sequence[Sequence[object]], rows: Sequence[int], coarsest: torch.dtype | None = None
+    whole: PyTree,
+    parts: Sequence[PyTree],
+    rows: Sequence[int],
+    coarsest: torch.dtype | None = None,
+    share: float = 1.0,
 ) -> bool:
     """Report whether results for all rows together differ by more than rounding from results for parts of the rows.
 
@@ -448,13 +457,43 @@ def mixes_rows(
     >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])
     (False, True)
     """
-    # parts: leaves of the results for each part
     # coarsest: lowest-precision dtype of the computation. Default: the dtypes of the leaves.
-    if any(len(part) != len(whole) for part in parts):
-        return False
-    columns = list(zip(whole, *parts, strict=True))
+    # share: factor of the tolerance for 32 bits and more
+    columns: list[Sequence[object]] = []
+    _pair([whole, *parts], columns, sum(rows))
     tensors = [c for c in columns if all(isinstance(one, torch.Tensor) and not one.is_nested for one in c)]
-    return any(_mixed([t.detach().cpu() for t in c if isinstance(t, torch.Tensor)], rows, coarsest) for c in tensors)
+    close = functools.partial(_is_close, coarsest=coarsest, share=share)
+    return any(_mixed([t.detach().cpu() for t in c if isinstance(t, torch.Tensor)], rows, close) for c in tensors)
+
+
+def _pair(trees: Sequence[PyTree], columns: list[Sequence[object]], count: int) -> Any:
+    """Add each leaf of the results for all rows, with the leaves for the parts, to ``columns``."""
+    # trees: results for all rows, then for each part; count: number of rows
+    # returns: whether a leaf has rows; for a container, a list with an entry per child. A list whose lengths for the
+    # parts add up to its length for all rows, such as one tensor per image, is paired item by item, and has rows.
+    flat = [pytree.tree_flatten(tree, is_leaf=lambda one, tree=tree: one is not tree) for tree in trees]
+    (items, spec), *parts = flat
+    if all(other == spec for _, other in parts):
+        if len(items) != 1 or items[0] is not trees[0]:
+            return [_pair(column, columns, count) for column in zip(*(held for held, _ in flat), strict=True)]
+        columns.append(trees)
+        return rows_of(trees[0], trees[-1], count) is not None
+    held = [item for part, _ in parts for item in part]
+    if not isinstance(trees[0], (list, tuple)) or len(held) != len(items):
+        return False
+    for pair in zip(items, held, strict=True):
+        _pair(pair, columns, count)
+    return True
+
+
+def _with_rows(tree: PyTree, has_rows: Any) -> Iterator[torch.Tensor]:
+    # has_rows: result of `_pair`
+    if isinstance(has_rows, list):
+        children = pytree.tree_leaves(tree, is_leaf=lambda one: one is not tree)
+        for child, held in zip(children, has_rows, strict=True):
+            yield from _with_rows(child, held)
+    elif has_rows:
+        yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def rows_of(whole: object, part: object, count: int) -> int | None:
@@ -471,7 +510,7 @@ def taken(value: object, axis: int | None, order: Sequence[int]) -> Any:
     return value.index_select(axis, torch.tensor(list(order), device=value.device))
 
 
-def _mixed(column: Sequence[torch.Tensor], rows: Sequence[int], coarsest: torch.dtype | None) -> bool:
+def _mixed(column: Sequence[torch.Tensor], rows: Sequence[int], is_close: Callable[..., bool]) -> bool:
     whole, *parts = column
     if any(one.dim() != whole.dim() or one.dtype != whole.dtype for one in parts) or whole.numel() == 0:
         return False
@@ -480,21 +519,24 @@ def _mixed(column: Sequence[torch.Tensor], rows: Sequence[int], coarsest: torch.
         if not whole.is_floating_point():
             return False  # a number of rows or tokens, or a position
         stacked = torch.stack([one.double() for one in parts])
-        shares = torch.tensor(rows, dtype=torch.float64).reshape(-1, *[1] * whole.dim())
-        mean, total = (stacked * (shares / sum(rows))).sum(0), stacked.sum(0)
-        return not any(_is_close(one.to(whole.dtype), whole, coarsest) for one in (*parts, mean, total))
+        shares = torch.tensor(rows[: len(parts)], dtype=torch.float64).reshape(-1, *[1] * whole.dim())
+        mean, total = (stacked * (shares / shares.sum())).sum(0), stacked.sum(0)
+        return not any(is_close(one.to(whole.dtype), whole) for one in (*parts, mean, total))
     if len(axes) == 1:
         (axis,) = axes
         is_joined = sum(one.shape[axis] for one in parts) == whole.shape[axis]
-        return is_joined and not _is_close(torch.cat(parts, axis), whole, coarsest)
+        return is_joined and not is_close(torch.cat(parts, axis), whole)
     # pairs of rows: each is compared only within its own part
     return all([one.shape[axis] for one in column] == [sum(rows), *rows] for axis in axes)
 
 
-def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype | None) -> bool:
+def _is_close(
+    found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype | None, share: float = 1.0
+) -> bool:
     if not expected.is_floating_point() and not expected.is_complex():
         return float((found != expected).double().mean()) <= _CHOSEN
-    limit = tolerance("rows", *(dtype for dtype in (expected.dtype, coarsest) if dtype is not None))
+    types = [dtype for dtype in (expected.dtype, coarsest) if dtype is not None]
+    limit = tolerance("rows", *types) * (share if min(dtype.itemsize for dtype in types) >= 4 else 1.0)
     wide = torch.complex128 if expected.is_complex() else torch.float64
     one, other = (torch.where(t.isfinite(), t.to(wide), 0.0) for t in (found, expected))
     if not torch.equal(found.isfinite(), expected.isfinite()):

@@ -24,7 +24,7 @@ from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ..batch.joining import join
 from ..batch.loss import WeightedLoss
-from ..batch.spec import TensorChunkSpec, sizes
+from ..batch.spec import RoundPipePackedData, TensorChunkSpec, sizes
 from ..batch.splitting import infer_batch_size, split
 from ..device.transfer import Static
 from ..errors import ConfigError, JoinError, SplitError
@@ -59,8 +59,7 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
     def split_input(args: Any, given: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
         tokens = given["input_ids"]
         rows = sizes(tokens.shape[0], num_microbatch)
-        held = {name for values, grid, _ in packed for name in (values, grid)}
-        rest = {name: value for name, value in given.items() if name not in held}
+        rest = {name: value for name, value in given.items() if not any(name in names for *names, _ in packed)}
         parts = split(args, rest, None, num_microbatch)
         made = [dict(part.kwargs) for part in parts]
         for values, grid, token in packed:
@@ -90,7 +89,9 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
                     part[grid] = given[grid][picture : picture + pictures]
                     part[values] = given[values][patch : patch + length]
                 row, picture, patch = row + count, picture + pictures, patch + length
-        return [part.args for part in parts], made
+        # the tokens state the rows, as the patches of all pictures can add up, too
+        ids = RoundPipePackedData([part["input_ids"] for part in made], rows=rows)
+        return [part.args for part in parts], [{**part, "input_ids": ids} for part in made]
 
     split_input.is_of_batch = True  # type: ignore[attr-defined] # an attribute of a function
     return split_input

@@ -69,12 +69,12 @@ class PieceRows:
             # the rows may be unknown, or the model may fail on a few rows
             with self._trial_engine() as engine, contextlib.suppress(CannotJoinError, CannotTryError):
                 trials, tried = self.some_rows(batch, config), list[RowTrial]()
-                if (found := first_that_mixes(engine, trials, config, number, tried, _leaves)) is not None:
+                if (found := first_that_mixes(engine, trials, config, number, tried, _compared)) is not None:
                     self._mixing[kind] = GradientTrial(found)
                 elif self._compared[kind] % 2:  # calls 1, 4, 16, ...
                     # `compare_gradients` gives the largest number of rows
                     rows, few = [one.rows for one in parts], partial(self.some_rows, batch, config)
-                    self._mixing[kind] = compare_gradients(engine, tried, rows, few, config, number, _leaves)
+                    self._mixing[kind] = compare_gradients(engine, tried, rows, few, config, number, _compared)
         return self._mixing[kind]
 
     def title(self, piece: int) -> str:
@@ -176,10 +176,10 @@ def call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
     return args, kwargs
 
 
-def _leaves(output: Any) -> Sequence[object]:
+def _compared(output: Any) -> PyTree:
     """Return the outputs of a module that must not depend on other rows: all outputs except losses."""
-    found = state_leaves(output)[0] if isinstance(output, CutState) else pytree.tree_leaves(output)
-    return [one for one in found if not isinstance(one, torch.Tensor) or one.dim() > 0]
+    found = (dict(sorted(output.values.items())), output.boxes) if isinstance(output, CutState) else output
+    return pytree.tree_map_only(torch.Tensor, lambda one: one if one.dim() else None, found)
 
 
 # Labels that losses ignore: torch's default; and a position after the end of any text, for question answering.

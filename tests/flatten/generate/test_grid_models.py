@@ -87,8 +87,8 @@ def test_patches_without_a_grid_and_frames_among_pictures_are_refused(qwen):
     patches, grid = pictures["pixel_values"], torch.tensor([[2, 4, 8]])
     films = {"pixel_values_videos": patches, "video_grid_thw": grid}
     for given, words in [
-        ({"pixel_values": patches}, r"image_grid_thw must have shape \(pictures, 3\).*Pass image_grid_thw as"),
-        ({"pixel_values_videos": patches}, r"video_grid_thw must have shape \(videos, 3\).*Pass video_grid_thw as"),
+        ({"pixel_values": patches}, r"image_grid_thw must have shape \(pictures, 3\).*Pass image_grid_thw from"),
+        ({"pixel_values_videos": patches}, r"video_grid_thw must have shape \(videos, 3\).*Pass video_grid_thw from"),
         ({"pixel_values": patches, "image_grid_thw": grid}, "pass videos as pixel_values_videos"),
         (films, r"0 video tokens \(id 258\), but the videos need 16"),
         ({**films, "second_per_grid_ts": [1.0, 1.0]}, "has 2 numbers for 1 rows of video_grid_thw"),

@@ -446,6 +446,38 @@ def test_a_layer_that_begins_to_mix_rows_is_refused(by_itself, way):
         [call(pipe, way) for _ in range(5 if by_itself else 1)]
 
 
+@pytest.mark.parametrize("way", ["loss", "gradients"])
+@pytest.mark.parametrize("made", [MIXES["mean of the batch"], MIXES_BACK["less the mean"]])
+def test_rows_that_mix_next_to_a_list_with_an_entry_per_row_are_refused(made, way):
+    """The outputs for parts have fewer tensors than those for all rows."""
+    layers = nn.Sequential(nn.Linear(8, 8), made(), Layer(lambda layer, x: {"whole": x, "each": list(x)}))
+    pipe = RoundPipe(layers, devices="virtual:2:check")
+    config = RoundPipeRunConfig(num_microbatch=2, merge_output=False)
+    with pytest.raises(SplitError, match=r"(?s)layer 1 .*num_microbatch=1"):
+        if way == "gradients":
+            pipe(X, roundpipe_run_config=config)
+        pipe.forward_backward((X,), label=LABELS, loss_fn=lambda y, label: F.mse_loss(y["whole"], label, reduction="sum"))
+
+
+def test_lists_with_an_entry_per_row_are_compared_entry_by_entry():
+    x = torch.arange(12.0).reshape(3, 4)
+    rows = [x[0], x[1, :2], x[2]]
+    assert not mixes_rows({"a": rows}, [{"a": rows[:2]}, {"a": rows[2:]}], [2, 1])
+    assert mixes_rows({"a": rows}, [{"a": rows[:2]}, {"a": [x[2] + 1]}], [2, 1])
+    assert mixes_rows({"a": rows, "b": x}, [{"a": rows[:2], "b": x[:2]}, {"a": rows[2:], "b": x[2:] + 1}], [2, 1])
+
+
+def test_rows_that_mix_a_little_are_refused_where_other_rows_differ_less():
+    """Five rows are tried as three, and then as two, whose places differ by half as much."""
+    x = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
+    x /= x.amax(1, keepdim=True)
+    layers = nn.Sequential(module_of(lambda self, x: x + 7e-4 * torch.arange(len(x))[:, None]))
+    assert [mixes_rows(layers(x[:n]), [layers(x[: n - 1]), layers(x[n - 1 : n])], [n - 1, 1]) for n in (3, 2)] == [1, 0]
+    pipe = RoundPipe(layers, devices="virtual:2:check")
+    with pytest.raises(SplitError, match=r"(?s)layer 0 .*num_microbatch=1"):
+        call(pipe, "no gradients", x)
+
+
 def test_rounding_that_many_layers_enlarge_is_not_taken_for_mixing():
     """What float32 rounds through 40 layers is more than sums of losses may differ by, and less than rows may."""
     largest = 0.0

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 from roundpipe_runtime import SplitError
+from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import JoinError
 from roundpipe_runtime.huggingface.batches import join_outputs, split_lists, split_pictures
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
@@ -38,12 +39,15 @@ def test_packed_pictures_go_with_their_rows():
     kwargs = pictures()
     args, made = split_pictures(CONFIG, kwargs)((), kwargs, 3)
     assert args == [(), (), ()]
-    assert [part["input_ids"].shape[0] for part in made] == [1, 1, 1]
+    assert [part["input_ids"][number].shape[0] for number, part in enumerate(made)] == [1, 1, 1]
     assert [part["image_grid_thw"].tolist() for part in (made[0], made[2])] == [[[1, 2, 2], [1, 2, 4]], [[1, 2, 6]]]
     values = [part["pixel_values"].flatten().tolist() for part in (made[0], made[2])]
     assert values == [list(range(12)), list(range(12, 24))]
     assert "pixel_values" not in made[1]
     assert made[1]["scale"] == 2
+    halves = split((), kwargs, None, 2, split_input=split_pictures(CONFIG, kwargs))
+    # patches and tokens both add up to their number in the batch; the tokens state the rows
+    assert [(part.rows, part.kwargs["input_ids"].shape[0]) for part in halves] == [(2, 2), (1, 1)]
     assert split_pictures(CONFIG, {"input_ids": torch.ones(2, 2)}) is None
     assert split_pictures(CONFIG, {"input_ids": torch.ones(2, 2), "pixel_values": torch.ones(2, 3, 4, 4)}) is None
 

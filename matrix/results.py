@@ -9,7 +9,7 @@ import os
 import pathlib
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from packaging.version import Version
@@ -182,7 +182,7 @@ def regressions(found: Results, expected: Results, names: list[str], columns: It
 
     A column that is null was not tried: it is worse than one that passed, and its reason is stated. One without a
     reason is worse whatever it was before. A cut that calls fewer layers than the recorded one is also worse: the model
-    is right, but in larger pieces.
+    is right, but in larger pieces. So is a training that runs once for the whole batch, and ran by microbatches before.
 
     Args:
         found: the results of this run.
@@ -201,15 +201,26 @@ def regressions(found: Results, expected: Results, names: list[str], columns: It
                 lines.append(f"{name}, {column}: {result['why']}")
             elif result is not None and result["ok"] is None and (before.get(column) or not result.get("why")):
                 lines.append(f"{name}, {column}: was not tried: {result.get('why') or 'no reason is recorded'}")
-        calls, recorded = _calls(found, name), _calls(expected, name)
-        if now.get("cut") and calls < recorded:
-            lines.append(f"{name}, cut: {calls} calls of layers, not {recorded}")
+            elif before.get(column) and way_of(result or {}) > way_of(recorded := _result(expected, name, column)):
+                lines.append(f"{name}, {column}: {_WAYS[way_of(result or {})]}, not {_WAYS[way_of(recorded)]}")
+        calls, most = (_result(one, name, "cut").get("calls", 0) for one in (found, expected))
+        if now.get("cut") and calls < most:
+            lines.append(f"{name}, cut: {calls} calls of layers, not {most}")
     return lines
 
 
-def _calls(results: Results, name: str) -> int:
-    calls: int = results.types.get(name, {}).get("columns", {}).get("cut", {}).get("calls", 0)
-    return calls
+_WAYS = ("by microbatches", "the loss once for the whole batch", "in one microbatch")
+
+
+def way_of(result: Mapping[str, Any]) -> int:
+    """Return how a training ran, as its warnings have it: a place in ``_WAYS``."""
+    notes = " ".join(result.get("notes", ()))
+    return 2 if "in one microbatch" in notes else int("once for the whole batch" in notes)
+
+
+def _result(results: Results, name: str, column: str) -> dict[str, Any]:
+    found: dict[str, Any] = results.types.get(name, {}).get("columns", {}).get(column, {})
+    return found
 
 
 def failures(results: Results, columns: list[str]) -> dict[str, dict[str, list[str]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from .models import split_name
 from .page import cleaned, codes, row, rule, stated
-from .results import Results, alike, untried
+from .results import Results, alike, untried, way_of
 from .trainings_cases import COLUMNS
 from .trainings_kinds import KINDS
 
@@ -133,9 +133,7 @@ def outcome_of(entry: Mapping[str, Any]) -> str:
         return "refused"
     if not any(result["ok"] for result in cells.values()):
         return "not compared"
-    if any(map(_is_whole, cells.values())):
-        return "equal in one microbatch"
-    return "equal, joined loss" if any(map(_is_joined, cells.values())) else "equal"
+    return ("equal", "equal, joined loss", "equal in one microbatch")[max(map(way_of, cells.values()))]
 
 
 def _is_refusal(result: Mapping[str, Any]) -> bool:
@@ -147,14 +145,6 @@ def _is_left_out(column: str, result: Mapping[str, Any]) -> bool:
     if column == "built":
         return result["ok"] is not True
     return result["ok"] is None and not _is_refusal(result) and not untried(dict(result))
-
-
-def _is_whole(result: Mapping[str, Any]) -> bool:
-    return any("in one microbatch" in note for note in result.get("notes", ()))
-
-
-def _is_joined(result: Mapping[str, Any]) -> bool:
-    return any("once for the whole batch" in note for note in result.get("notes", ()))
 
 
 def _summary(results: Results) -> str:
@@ -244,5 +234,5 @@ def _shown(result: Mapping[str, Any] | None) -> str:
         return "✗"
     errors = [value for key, value in result.items() if key != "seconds" and isinstance(value, float)]
     worst = f"{max(errors, default=0.0):.0e}" if any(errors) else "0"
-    way = "1: " if _is_whole(result) else "joined: " if _is_joined(result) else ""
+    way = ("", "joined: ", "1: ")[way_of(result)]
     return way + worst + (", float32" if "dtype" in result else "")

@@ -132,6 +132,17 @@ def test_a_cut_into_larger_pieces_is_named(results, tmp_path):
     assert regressions(results, recorded, ["t5", "llama", "blt"]) == ["t5, cut: 2 calls of layers, not 4"]
 
 
+def test_a_training_that_no_longer_runs_by_microbatches_is_named(results, tmp_path):
+    """Its numbers are right, but it needs the memory of the whole batch."""
+    recorded = Results(tmp_path / "recorded.json", {}, "roundpipe_runtime")
+    whole, joined = "A layer ... So such batches run in one microbatch.", "So the loss runs once for the whole batch."
+    for name, before, now in (("t5", [], [whole]), ("llama", [whole], [joined]), ("blt", [], [])):
+        recorded.record(name, {"called": {"ok": True, "notes": before}}, "s")
+        results.record(name, {"called": {"ok": True, "notes": now}}, "s")
+    said = ["t5, called: in one microbatch, not by microbatches"]
+    assert regressions(results, recorded, ["t5", "llama", "blt"]) == said
+
+
 def test_deferred_checks_are_a_way_of_their_own_with_results_of_their_own(capsys):
     options = command_line.parse(["--deferred"])
     assert (options.way, WAYS[options.way].deferred) == ("yobx_flatten-deferred", True)

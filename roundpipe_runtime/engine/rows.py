@@ -49,8 +49,8 @@ from .run import Trial
 # Enough rows for two parts of different sizes, and for two parts with several rows each.
 _FEW, _SEVERAL = 3, 4
 _TRIALS = 3  # sets of rows that are tried before an error
-# Share of the tolerance that other rows must keep, after some rows have differed. A choice that rounding changes is rare,
-# so other rows are equal up to rounding. Rows that influence each other a little differ a little in each set.
+# Share of the tolerance that remains for other rows after some rows have differed: if rounding changed a choice, other
+# rows are equal up to rounding; if rows influence each other a little, other rows differ a little, too.
 _SURELY = 0.1
 # A hook may change outputs or gradients, so the caller's hooks run in trials.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -530,9 +530,7 @@ def _mixed(column: Sequence[torch.Tensor], rows: Sequence[int], is_close: Callab
     return all([one.shape[axis] for one in column] == [sum(rows), *rows] for axis in axes)
 
 
-def _is_close(
-    found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype | None, share: float = 1.0
-) -> bool:
+def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype | None, share: float = 1.0) -> bool:
     if not expected.is_floating_point() and not expected.is_complex():
         return float((found != expected).double().mean()) <= _CHOSEN
     types = [dtype for dtype in (expected.dtype, coarsest) if dtype is not None]

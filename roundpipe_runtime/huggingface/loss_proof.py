@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from yobx_flatten.core.compare import compare
 from yobx_flatten.core.private_names.of_torch import pytree
-from yobx_flatten.registry.recipe.aliases import Kwargs
+from yobx_flatten.registry.recipe.aliases import Kwargs, PyTree
 
 from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..batch.joining import join
@@ -36,7 +36,7 @@ from ..errors import BatchStructureError, ConfigError, DeviceMemoryError, RoundP
 from .batches import split_lists, split_pictures
 from .cutting.check import checking, engine_on_host
 from .cutting.cut import Cut
-from .cutting.cut_plan import CannotJoinError, CutState, RowAxes, drops_layers, join_states, state_leaves
+from .cutting.cut_plan import CannotJoinError, CutState, RowAxes, drops_layers, join_states
 from .cutting.pieces import LayerCall
 from .cutting.stub import Key
 from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, split_options

@@ -471,7 +471,7 @@ def _pair(trees: Sequence[PyTree], columns: list[Sequence[object]], count: int) 
     # trees: results for all rows, then for each part; count: number of rows
     # returns: whether a leaf has rows; for a container, a list with an entry per child. A list whose lengths for the
     # parts add up to its length for all rows, such as one tensor per image, is paired item by item, and has rows.
-    flat = [pytree.tree_flatten(tree, is_leaf=lambda one, tree=tree: one is not tree) for tree in trees]
+    flat = [*map(_children, trees)]
     (items, spec), *parts = flat
     if all(other == spec for _, other in parts):
         if len(items) != 1 or items[0] is not trees[0]:
@@ -486,11 +486,14 @@ def _pair(trees: Sequence[PyTree], columns: list[Sequence[object]], count: int) 
     return True
 
 
+def _children(tree: PyTree) -> tuple[list[PyTree], pytree.TreeSpec]:
+    return pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
+
+
 def _with_rows(tree: PyTree, has_rows: Any) -> Iterator[torch.Tensor]:
     # has_rows: result of `_pair`
     if isinstance(has_rows, list):
-        children = pytree.tree_leaves(tree, is_leaf=lambda one: one is not tree)
-        for child, held in zip(children, has_rows, strict=True):
+        for child, held in zip(_children(tree)[0], has_rows, strict=True):
             yield from _with_rows(child, held)
     elif has_rows:
         yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))

@@ -179,7 +179,7 @@ def choose_quantization(
         )
     if not facts.matrix_types:
         raise InvalidArgumentError(
-            f"{caller}: quantize={chosen.weights!r} quantizes the weights of projections, but {facts.name} has none. "
+            f"{caller}: quantize={chosen.weights!r} quantizes the weights of linear layers, but {facts.name} has none. "
             "Leave quantize out."
         )
     for other in (dtype for dtype in facts.matrix_types if dtype not in ("float32", "float16")):

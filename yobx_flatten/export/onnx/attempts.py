@@ -317,7 +317,7 @@ class _OtherSizes:
         self.sizes = {} if example.no_data else _sizes_in(example.case(1), example, signature)
 
     def are_right_without(self, relation: Expression) -> bool:
-        """Return whether the program's outputs are right for input sizes that violate ``relation``."""
+        """Return whether the program's outputs are right for input sizes that violate the asserted ``relation``."""
         if not names_in(relation) <= self.sizes.keys():
             return False
         near = (  # each differs in one size from the example inputs
@@ -472,11 +472,11 @@ def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception
     numbers = [text for text in traced.constants.values() if re.match(r"-?\d", text)]
     if operator and not (missing is not None and of_sizes):
         advice = (
-            "Use other operators, or pass a function of onnxscript that implements it:\n"
+            "Use other operators, or pass a function of onnxscript that implements the operator:\n"
             f"    translations={{torch.ops.{operator}: function}}"
         )
     elif varying:
-        advice = "Fix the sizes that the exporter rejects:\n    dynamic_shapes=None  # or the axes that vary"
+        advice = "Make the rejected sizes constant:\n    dynamic_shapes=None  # or list only the axes that must vary"
     elif numbers and not traced.input_names:
         advice = f"No input is a tensor. Pass a tensor instead of each number:\n    torch.tensor({numbers[0]})"
     else:

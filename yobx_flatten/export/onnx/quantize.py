@@ -56,7 +56,7 @@ class QuantizedWeights:
 
     @property
     def block_size(self) -> int:
-        """The most common block size of quantized projections; 0 if no projection is quantized."""
+        """The block size of most quantized weights; 0 for one scale per output, or if no weight is quantized."""
         return max(self.blocks, key=self.blocks.__getitem__, default=0)
 
     def add(self, value: Any, nbytes: int, kept_bits: int | None = None) -> None:
@@ -169,8 +169,8 @@ def _role_of(node: Any, value: Any) -> str:
 def check_quantized(found: QuantizedWeights, quantization: Quantization, report: ExportReport) -> None:
     if not found.roles:
         raise InvalidArgumentError(
-            f"quantize={quantization.weights!r}: {report.module} has no projection with at least "
-            f"{quantization.block_size} inputs and outputs. Use a smaller block_size, or leave quantize out."
+            f"quantize={quantization.weights!r}: {report.module} has no linear layer with at least "
+            f"{quantization.block_size} input and output features. Use a smaller block_size, or leave quantize out."
         )
     if not found.count and quantization.weights == "keep":
         raise nothing_kept(report.module)
@@ -381,7 +381,7 @@ class Products:
 
 
 def gathered(graph: Any) -> list[Any]:
-    """Return the matrices whose rows ``Gather`` nodes select and no other node reads, such as embedding tables."""
+    """Return the matrices that only ``Gather`` nodes read, row by row, such as embedding tables."""
     held = [value for value in graph.initializers.values() if value.const_value is not None and value.uses()]
     matrices = [value for value in held if len(value.const_value.shape) == 2 and _is_gathered(value)]
     return [value for value in matrices if value.const_value.dtype.name in ("FLOAT", "FLOAT16")]

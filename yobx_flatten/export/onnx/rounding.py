@@ -259,7 +259,7 @@ def input_moments(
 def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Run an ONNX file on each call on a text; yield intermediate values by name, float32 of shape (tokens, size)."""
+    """Run an ONNX file on a text; yield, per call, intermediate values by name, float32 of shape (tokens, size)."""
     model = ir.load(file.path)
     held = {output.name for output in model.graph.outputs}
     made = {output.name: output for node in model.graph for output in node.outputs if output.name in sizes}
@@ -305,7 +305,7 @@ _SHARE, _MOST = 48, 32
 
 
 def input_splits(file: UnprovenFile, quantization: Quantization, source: Source) -> InputSplits:
-    """Return, by name of the input of each matrix product, how its large values are separated from small values."""
+    """Return how large values in the input of each matrix product are separated from small values, by input name."""
     # the result is empty if nothing was measured
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:

@@ -31,7 +31,7 @@ _PAGE = 4096
 
 
 def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
-    """Make the weights that an ONNX graph lacks lazy: each weight is read from disk when the graph is saved."""
+    """Replace weights without data in an ONNX graph by lazy tensors, read from disk when the graph is saved."""
     from ...core.private_names.of_torch import is_fake
 
     made: dict[int, ir.LazyTensor] = {}  # by reader, so that tied weights are stored once

@@ -274,7 +274,7 @@ class Left:
         ]
 
     def given_back(self, found: PyTree, given: Mapping[str, Any]) -> PyTree:
-        """Return the module's own outputs, and copy the other outputs of the program into the caller's arguments."""
+        """Return the module's outputs; copy argument changes that the program returns into the caller's arguments."""
         # found: outputs of the program; given: arguments of the call, by name
         own = {name: value for name, value in found.items() if name not in (PRESENT, *self.caches)}
         new = found.get(PRESENT, {})
@@ -304,7 +304,7 @@ def note_on_lost(lost: Mapping[str, str]) -> list[str]:
 
 
 def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
-    """Return ``kwargs`` with the changed arguments that a call returned; ``None`` if names or shapes do not match."""
+    """Return the next call's ``kwargs``, with the arguments that a call changed; ``None`` if names or shapes differ."""
     left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
     leaves, spec = pytree.tree_flatten(dict(kwargs))
     names = [_after_present(name) for name in leaf_names(dict(kwargs))]
@@ -437,8 +437,8 @@ def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[st
         missing = [leaf for leaf in left.leaves if leaf not in held]
         if missing:
             raise ReplayError(
-                f"in the trace, forward changed {', '.join(missing)}, which this call lacks. Pass the same arguments "
-                "in all calls."
+                f"the arguments of this call lack {', '.join(missing)}, which forward changed in the trace. Pass "
+                "arguments with the same structure in all calls."
             )
         added[PRESENT] = {_after_present(leaf): held[leaf] for leaf in left.leaves}
     if entries.keys() & added.keys():

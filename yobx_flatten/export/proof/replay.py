@@ -307,7 +307,7 @@ def replay(
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
-    """Check that two runs of a file agree on the last token's logits: one returns all logits, one only these."""
+    """Check that a file returns equal logits of the last token with and without the logits of the other tokens."""
     if not runner.has_kept_scores:
         return
     for case in cases:

@@ -192,7 +192,7 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return a comparison result. A difference above the tolerance passes if the float32 model rounds as much.
+        """Return a comparison result that also accepts differences that rounding in float32 can explain.
 
         Args:
             found: the result of a comparison of the test case with the model.

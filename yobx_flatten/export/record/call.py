@@ -143,7 +143,7 @@ class Callee:
         return named
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Split inputs by name into the arguments that must be positional, and keyword arguments."""
+        """Split named arguments into positional arguments (which cannot be passed by name) and keyword arguments."""
         parameters = self.signature.parameters.values()
         starred = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
         many = bool(starred is not None and inputs.get(starred))
@@ -186,7 +186,7 @@ def callee_of(target: object, method: str | None) -> Callee:
 
 
 class Fact(NamedTuple):
-    """The path, dtype, shape and device of one tensor in recorded inputs or outputs, or the value of any other leaf."""
+    """A leaf of recorded inputs or outputs: path, dtype, shape and device of a tensor, or path and value otherwise."""
 
     path: str  # the keys from the arguments to the leaf, with dots between them: `cache.key_0`
     dtype: torch.dtype | None  # the dtype of a tensor, `None` for anything else

@@ -123,7 +123,7 @@ class _Recorder:
     taken: int = 0
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any] | None:
-        """Return a :class:`Call` with copies of the inputs, and the KV cache; ``None`` if the call is not recorded."""
+        """Return a :class:`Call` with copied inputs, and the call's KV cache; ``None`` if the call is not recorded."""
         named = self.callee.bind(args, kwargs)
         if named is None:
             return None

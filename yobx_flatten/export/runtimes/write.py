@@ -124,9 +124,9 @@ class FileOptions:
 
     def check_example(self, example: Example) -> None:
         if example.no_data:
-            without = "; export_program works without data." if self.caller == "export_onnx" else "."
+            without = "data, or call export_program, which needs no data." if self.caller == "export_onnx" else "data."
             raise InvalidArgumentError(
-                f"{self.caller} writes weights to a file, but {example.no_data}. Load the weights first{without}"
+                f"{self.caller} writes weights to a file, but {example.no_data}. Use weights and inputs with {without}"
             )
         if self.quantization is None or self.quantization.tokens is None:
             return

@@ -273,7 +273,7 @@ def _unswapped(value: ir.Value, made: Nodes) -> ir.Value | None:
 
 
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
-    """Replace the transposed form (batch, tokens, width) of ``old`` by ``new``; return whether such a form existed."""
+    """If the graph transposes ``old`` to (batch, tokens, width), replace the result by ``new`` and return ``True``."""
     place = old
     while (reader := only_reader(place)) is not None:
         if reader.op_type != "Reshape" or place.shape is None or reader.outputs[0].shape != place.shape:

@@ -42,7 +42,7 @@ def share_cache(model: ir.Model) -> None:
     nodes = [node for node in graph if _is_shareable(node)]
     # ONNX's `Attention` has no input for sinks, so a file with such a node would not load
     if not set(sinks) <= set(nodes):
-        raise ValueError("ONNX Attention has no input for sinks, and GroupQueryAttention cannot replace all nodes")
+        raise ValueError("an attention with sinks can be written neither as GroupQueryAttention nor as ONNX Attention")
     if not nodes:
         return
     lengths = _Lengths(graph, tokens, mask)

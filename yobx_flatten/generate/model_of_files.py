@@ -333,7 +333,7 @@ class FileModel(ModelWithoutWeights):
         if "encoder_attention_mask" in decoder.ports and mask.shape != hidden.shape[:2]:
             raise InvalidArgumentError(
                 f"attention_mask has shape {tuple(mask.shape)}, but the encoder's input has "
-                f"{tuple(hidden.shape[:2])}. Pass a mask of this shape. Omit prefill_chunk_size: it shortens masks."
+                f"{tuple(hidden.shape[:2])}. Pass equal shapes. Leave prefill_chunk_size out: it shortens masks."
             )
         context = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
         if isinstance(encoder_outputs, Mapping):
@@ -427,8 +427,8 @@ def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
     if own is not None and issubclass(own, GenerationMixin) and own.generate is not GenerationMixin.generate:
         if not issubclass(own, transformers.WhisperForConditionalGeneration):
             raise GenerationError(
-                f"{own.__name__}.generate calls layers of the model, which exported files do not have. Use the "
-                "original model, or leave out transformers' keywords:\n    open_generator(folder).generate(input_ids)"
+                f"{own.__name__}.generate calls layers of the model, which exported files do not have. Generate with "
+                "the original model, or without transformers' keywords:\n    open_generator(folder).generate(input_ids)"
             )
         loop = own
     parts = steps.parts

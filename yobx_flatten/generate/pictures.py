@@ -45,7 +45,7 @@ class Pictures:
 
     def __post_init__(self) -> None:
         if self.pixels is None and self.names:
-            raise InvalidArgumentError(f"{self.names[0]} was passed without {self.word}s. Leave {self.names[0]} out.")
+            raise InvalidArgumentError(f"{self.names[0]} was passed, but no {self.word}s. Leave {self.names[0]} out.")
 
     @property
     def names(self) -> list[str]:
@@ -81,7 +81,7 @@ class Pictures:
         assert self.pixels is not None
         if "image_grid_thw" not in vision.ports:
             if self.tiles is None and (self.word == "video" or self.sizes is not None):
-                raise InvalidArgumentError(f"{vision.name} reads one image size. Leave image_grid_thw and videos out.")
+                raise InvalidArgumentError(f"{vision.name} reads images of one size. Omit image_grid_thw and videos.")
             if self.tiles is not None:
                 calls = self.tiles.split(self.pixels, self.sizes, self.together)
             else:
@@ -242,7 +242,7 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
         if part not in _EMPTY_AT_FIRST:
             raise GenerationError(
                 f"The value of {name} before the first token is not known, so the file with this input cannot read a "
-                "prompt. Add a file without cache inputs for the prompt:\n    OnnxGenerator(path, prefill=first_path)"
+                "prompt. Pass a second file, without cache inputs:\n    OnnxGenerator(path, prefill=first_path)"
             )
         # axis 0 is the batch, and every other size that varies is a number of tokens
         sizes = [batch if axis == 0 and size is None else size or 0 for axis, size in enumerate(shape)]

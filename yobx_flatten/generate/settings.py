@@ -88,7 +88,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
 
 
 def folder_of(file: pathlib.Path) -> pathlib.Path:
-    """Return the folder with the ``config.json`` of a model file, which may be in the subfolder ``onnx``."""
+    """Return the folder with the ``config.json`` of a model file."""
     parent = file.parent
     is_below = parent.name == SUBFOLDER and (parent.parent / "config.json").is_file()
     return parent.parent if is_below and not (parent / "config.json").is_file() else parent
@@ -218,7 +218,7 @@ class GenerationSettings:
         return Pictures("video", pixel_values, sizes, self.video_token_id, spacing)
 
     def token_types(self, prompt: torch.Tensor) -> torch.Tensor:
-        """Return ``token_type_ids``: 1 for image tokens and 0 for text; if ``sees_prompt`` is set, 0 for all tokens.
+        """Return ``token_type_ids`` of a prompt: 1 for image tokens and 0 for text (PaliGemma: 0 for all tokens).
 
         Args:
             prompt: token ids of shape (batch, length).

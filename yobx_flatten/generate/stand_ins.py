@@ -86,7 +86,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def use_adapter(self, name: str | None) -> None:
         """Use the LoRA adapter ``name`` in all later calls; ``None`` for no adapter."""
-        raise InvalidArgumentError("The files have no adapters. To export: export_folder(..., adapters={NAME: FOLDER})")
+        raise InvalidArgumentError("SpeechT5 files have no adapters. Merge the adapter: export_folder(ADAPTER, folder)")
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
@@ -110,8 +110,8 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise InvalidArgumentError(
-            "Adapters must be added to the exported folder. Add an adapter and open the folder:\n    yobx-flatten "
-            "adapter DIR NAME=FOLDER"
+            "Adapters must be added to the exported folder. Add the adapter, and open the folder again:\n"
+            "    yobx-flatten adapter DIR NAME=FOLDER"
         )
 
     add_adapter = load_adapter
@@ -139,7 +139,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        raise InvalidArgumentError("save_pretrained: the model runs files. Copy their folder: shutil.copytree(a, b)")
+        raise InvalidArgumentError("save_pretrained cannot save exported files. Copy the folder: shutil.copytree(a, b)")
 
 
 # defaults of models for inputs that the caller leaves out: no padding, and one text
@@ -223,7 +223,7 @@ def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
 
 
 def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...], takes: Mapping[str, Any]) -> Any:
-    """Make a class with the exported class's name and ``forward`` parameters, which the Trainer inspects."""
+    """Make a class with the name and the ``forward`` parameters of the exported model's class."""
     # takes: the files' inputs and their defaults; they are the parameters if transformers has no such class
     own, kind = exported_class(stated), inspect.Parameter
     every = [kind(name, kind.POSITIONAL_OR_KEYWORD, default=default) for name, default in takes.items()]

@@ -212,7 +212,7 @@ class Steps:
                 _, bins, frames = encoder.ports[reads].shape
                 if bins is not None and value.shape[1] != bins:
                     raise InvalidArgumentError(
-                        f"input_features must have shape (batch, {bins}, frames), found {value.shape[1]} bins."
+                        f"input_features of shape (batch, bins, frames) must have {bins} bins, found {value.shape[1]}."
                     )
                 if frames is not None and value.shape[2] > frames:
                     raise InvalidArgumentError(

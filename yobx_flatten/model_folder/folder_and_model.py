@@ -150,8 +150,8 @@ def pieces_of_folder(
     missing = sorted({f"{piece.stem}.onnx" for piece in pieces} ^ set(runners))
     if missing:
         raise InvalidArgumentError(
-            f"{type(model).__qualname__} is not the model of this folder ({manifest.model}): only one of the two "
-            f"is exported with a file {missing[0]}. Name the model that was exported: model=FOLDER"
+            f"{type(model).__qualname__} is not the model of this folder ({manifest.model}): only one of these "
+            f"two models is exported to a file {missing[0]}. Pass the model that was exported: model=FOLDER"
         )
     return pieces, rows
 

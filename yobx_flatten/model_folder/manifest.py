@@ -117,7 +117,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> FolderManifest:
     # with a larger tolerance, the author of a folder could make every check pass
     if not 0 <= found.tolerance <= tolerance("file", found.dtype):
         raise DamagedFileError(
-            f"{path} sets tolerance {found.tolerance}; {found.dtype} allows 0 to {tolerance('file', found.dtype)}."
+            f"{path} sets tolerance {found.tolerance}, but {found.dtype} allows 0 to {tolerance('file', found.dtype)}."
         )
     if not all(0 <= one < math.inf for outputs in found.tolerances.values() for one in outputs.values()):
         raise DamagedFileError(f"{path} has a tolerance that is not a number of at least 0.")

@@ -131,7 +131,7 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
         found = found if options.runtime == "onnxruntime" else options.runtime
         raise InvalidArgumentError(
             "adapters= needs onnxruntime, layout 'flat' or 'genai', and a model that does not generate speech; found "
-            f"{found}. Merge the adapter instead: export_folder(ADAPTER, folder), where PEFT wrote the folder ADAPTER."
+            f"{found}. Merge the adapter instead: export_folder(ADAPTER_FOLDER, folder)"
         )
     return dataclasses.replace(plan, adapters=read_adapters(model, adapters))
 

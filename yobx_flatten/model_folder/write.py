@@ -180,7 +180,7 @@ class _Made:
 
     @property
     def first(self) -> ExportReport:
-        """The report on the first exported file, which also has notes and times of the whole folder."""
+        """The report on the first exported file; this report also has notes and times of the whole folder."""
         return next(iter(self.reports.values()))
 
 

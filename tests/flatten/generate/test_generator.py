@@ -128,8 +128,8 @@ ONE = torch.ones(1, 3).long()
         ({"input_ids": ONE, "max_new_tokens": 0}, "max_new_tokens must be"),
         ({"input_ids": ONE, "input_features": torch.ones(1, 2, 3)}, "a decoder-only model"),
         ({"input_ids": ONE, "pixel_values": torch.ones(1, 3, 4, 4)}, "reads text only: leave pixel_values out"),
-        ({"input_ids": ONE, "image_grid_thw": torch.tensor([[1, 4, 4]])}, "image_grid_thw was passed without images"),
-        ({"input_ids": ONE, "video_grid_thw": torch.tensor([[1, 4, 4]])}, "video_grid_thw was passed without videos"),
+        ({"input_ids": ONE, "image_grid_thw": torch.tensor([[1, 4, 4]])}, "image_grid_thw was passed, but no images"),
+        ({"input_ids": ONE, "video_grid_thw": torch.tensor([[1, 4, 4]])}, "video_grid_thw was passed, but no videos"),
         ({"input_ids": ONE, "second_per_grid_ts": [1.0]}, "second_per_grid_ts has 1 numbers for 0 rows of video"),
     ],
 )

@@ -36,7 +36,7 @@ def test_a_model_that_no_folder_is_known_for_is_refused_with_the_reason(name, wo
 
 @needs_transformers("5.17", "BiT has another reason")
 def test_a_small_model_that_cannot_be_made_is_refused_in_one_line():
-    with pytest.raises(InvalidArgumentError, match=r"A small bit cannot be made: .*layer_types.* Name a folder"):
+    with pytest.raises(InvalidArgumentError, match=r"A small bit model cannot be made: .*layer_types.* Name a folder"):
         small_model("bit")
 
 

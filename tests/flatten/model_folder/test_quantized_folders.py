@@ -215,12 +215,12 @@ def test_inputs_in_another_order_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        ("gptq", {"bits": 3}, "is quantised by gptq in 3 bits"),
-        ("awq", {"version": "gemv"}, "is quantised by awq in 4 bits (gemv)"),
-        ("compressed-tensors", {"format": "float-quantized"}, "is quantised by compressed-tensors (float-quantized)"),
+        ("gptq", {"bits": 3}, "is quantized by gptq in 3 bits"),
+        ("awq", {"version": "gemv"}, "is quantized by awq in 4 bits (gemv)"),
+        ("compressed-tensors", {"format": "float-quantized"}, "is quantized by compressed-tensors (float-quantized)"),
         ("gptq", {"bits": 8}, "is damaged"),  # its integers are of 4
-        ("torchao", {"quant_type": _of_torchao("Int8DynamicConfig")}, "is quantised by torchao (Int8DynamicConfig)"),
-        ("torchao", {"quant_type": None}, "is quantised by torchao (in a form that its configuration does not name)"),
+        ("torchao", {"quant_type": _of_torchao("Int8DynamicConfig")}, "is quantized by torchao (Int8DynamicConfig)"),
+        ("torchao", {"quant_type": None}, "is quantized by torchao (in a form that its configuration does not name)"),
     ],
 )
 def test_another_form_is_refused_in_one_line(tmp_path, capsys, method, changes, message):

@@ -106,7 +106,7 @@ def test_weights_in_another_form_are_not_replaced_by_random_ones(name, llama):
     (llama / "model.safetensors").rename(llama / name)
     said = rf"contains {name}, but only safetensors and .*unmatched_weights"
     if name == "model.gguf":
-        said = r"holds model\.gguf\. Pass the file: .*model\.gguf"
+        said = r"contains a GGUF file\. Pass the GGUF file: .*model\.gguf"
     with pytest.raises(ModelSourceError, match=said):
         find_model(str(llama)).load()
 

@@ -185,7 +185,7 @@ def test_going_on_after_the_end_with_more_steps(here, capsys):
 MISTAKES = {
     "no model": (["--model", "nowhere/x"], "There is no folder nowhere/x"),
     "no type": (["--model", "lama"], "'lama' is neither a folder nor a type of model that transformers has."),
-    "no small one": (["--model", "bit"], "A small bit cannot be made: "),
+    "no small one": (["--model", "bit"], "A small bit model cannot be made: "),
     "no config": (["--model", "texts"], "texts contains no config.json"),
     "no text": (["--text", "gone.txt"], "There is no file gone.txt"),
     "nothing": (["--text", "void.txt"], "There is no text in void.txt"),

@@ -327,7 +327,7 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
             raise
         one_row = "For one row at a time: batch=1. " if "batch size" in str(error) and split.rows != 1 else ""
         raise GenerationError(
-            f"{type(model).__qualname__} fails with the inputs of a folder for {wanted} ({type(error).__name__}: "
+            f"{type(model).__qualname__} fails with the example inputs for {wanted} ({type(error).__name__}: "
             f"{first_line(error)[:200]}). {one_row}Export the model with its own inputs, export_onnx(model, "
             "kwargs=inputs, path=...), or export recorded calls: with record_calls(model) as calls: ..."
         ) from error

@@ -53,7 +53,7 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
             "Remove megatron_config from the file."
         )
     if stated.get("peft_type") == "XLORA":
-        raise ModelSourceError(f"{folder / ADAPTER} is for X-LoRA, which is not supported. Name one of its adapters.")
+        raise ModelSourceError(f"{folder / ADAPTER} is for X-LoRA, which is not supported. Pass one of its adapters.")
     import peft
 
     if stated.get("peft_type") not in list(peft.PeftType):
@@ -151,7 +151,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # the name of an adapter, wh
 
 
 def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[Adapter]:
-    """Read LoRA adapters from PEFT folders, given by adapter name; changes that PEFT makes to the model are undone."""
+    """Read LoRA adapters from PEFT folders, given by adapter name."""
     if getattr(model, "peft_config", None):
         raise InvalidArgumentError(
             f"This {type(model).__qualname__} has adapters in its layers. Pass the model without adapters, and the "

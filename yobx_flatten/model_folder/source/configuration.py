@@ -170,7 +170,7 @@ def classes_of_task(config: Any, task: str) -> list[Any]:
 
 
 def class_of_task(config: Any, task: str, own: Any) -> Any:
-    """Return the model class ``own`` if it fits a task, or if transformers has no other; else transformers' class."""
+    """Return the model class ``own`` if it fits a task, else the class that transformers has for the task, if any."""
     flat = classes_of_task(config, task)
     # A class without a head, such as DPRContextEncoder, stays: its AutoModel may be another part of the model. A class
     # with a head stays only for tasks that this head is for.
@@ -278,7 +278,7 @@ def small_config(name: str) -> Any:
         # the message of a failed check has its reason in the second line
         lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2] or [type(error).__name__]
         return InvalidArgumentError(
-            f"A small {name} cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder or a config.json instead."
+            f"A small {name} model cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder or a config.json."
         )
 
     with raised_as(refused):  # each configuration raises its own errors

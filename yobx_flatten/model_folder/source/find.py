@@ -122,7 +122,7 @@ class FoundModel:
             files = (path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}"))
             file = min(files, default="")
             if file.endswith(GGUF):
-                raise ModelSourceError(f"{self.name} holds {file}. Pass the file: {self.folder / file}")
+                raise ModelSourceError(f"{self.name} contains a GGUF file. Pass the GGUF file: {self.folder / file}")
             if file:
                 raise ModelSourceError(
                     f"{self.name} contains {file}, but only safetensors and pytorch_model.bin can be read. Load the "
@@ -291,7 +291,7 @@ def reader_of(folder: pathlib.Path) -> str:
 
 
 def without_peft(model: Any) -> Any:
-    """Return the Hugging Face model in a ``PeftModel``, adapters included; return other models unchanged."""
+    """Return the Hugging Face model in a ``PeftModel``, with adapters in its layers; return other models unchanged."""
     configs = getattr(model, "peft_config", None)
     if not configs or not hasattr(model, "get_base_model"):
         return model

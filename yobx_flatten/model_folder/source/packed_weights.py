@@ -39,9 +39,9 @@ def packing_of(config: Any, name: str) -> Packing | None:
     if not isinstance(found, str):
         return found
     raise ModelSourceError(
-        f"{name} is quantised by {method}{found}. Supported are GPTQ in 4 and 8 bits, AWQ in 4 bits (gemm), "
+        f"{name} is quantized by {method}{found}. Supported are GPTQ in 4 and 8 bits, AWQ in 4 bits (gemm), "
         "compressed-tensors in 4 and 8 bits (pack-quantized) and weight-only torchao (Int8WeightOnlyConfig, "
-        "IntxWeightOnlyConfig). Load the model with that library, save it unquantized, and pass its folder."
+        "IntxWeightOnlyConfig). Load the model with its quantization library, save it unquantized, and pass its folder."
     )
 
 
@@ -63,7 +63,7 @@ def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tenso
         with damage_as(ModelSourceError, f"{layer} of {name}"):
             found[f"{layer}.weight"] = packing.unpack(parts)
     if not found:
-        raise ModelSourceError(f"{name} has no quantized weights (*{main}): omit quantization_config in config.json.")
+        raise ModelSourceError(f"{name} contains no weights *{main}. Remove quantization_config from config.json.")
     return {**held, **found}
 
 

@@ -164,7 +164,7 @@ def check(
         typer.Argument(
             metavar="CALL_OR_MODEL",
             help="MODULE:NAME of a function that returns (module, kwargs) or (module, args, kwargs); or else a model: "
-            f"{MODEL_NAMES} Or an adapter's folder.",
+            f"{MODEL_NAMES} To merge a PEFT adapter: its folder.",
         ),
     ],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

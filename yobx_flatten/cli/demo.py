@@ -83,7 +83,7 @@ def demo(
     output: Annotated[pathlib.Path, typer.Option(metavar="DIR", help="Folder for the ONNX files.")] = pathlib.Path(
         "yobx_flatten_demo"
     ),
-    models: Annotated[str, typer.Option(metavar="NAME,...", help=f"Some of {', '.join(MODELS)}.")] = ",".join(MODELS),
+    models: Annotated[str, typer.Option(metavar="NAME,...", help=f"Pick from {', '.join(MODELS)}.")] = ",".join(MODELS),
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Export small models to ONNX, run them in onnxruntime, and compare with eager PyTorch.

@@ -174,7 +174,7 @@ def verify(
     device: Device = None,
     explain: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Also export this model again, and find the first node that differs."),
+        typer.Option(metavar="MODEL", help="Export this model again, and show the first node whose values differ."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Compare the files, from any exporter, with this model.")
@@ -182,7 +182,7 @@ def verify(
     names: Annotated[
         list[str] | None,
         typer.Option(
-            "--map", metavar="THEIRS=OURS", help="With --model: pair inputs or outputs of file and model (repeatable)."
+            "--map", metavar="THEIRS=OURS", help="Names of an input or output in the file and the model (repeatable)."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -355,7 +355,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt of the conversation.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens per reply.")] = 256,
     sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Sample tokens (default: as in generation_config.json).")
+        bool | None, typer.Option("--sample/--greedy", help="Whether to sample (default: see generation_config.json).")
     ] = None,
     temperature: Temperature = 1.0,
     top_k: TopK = None,
@@ -420,7 +420,7 @@ def _turns(given: list[str] | None, *, quiet: bool) -> Iterator[str]:
 
 
 # the arguments and options of `export`
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=find.MODEL_NAMES + " Or an adapter's folder.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=find.MODEL_NAMES + " To merge a PEFT adapter: its folder.")]
 Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")]
 Target = Annotated[
     _RuntimeName | None,
@@ -432,7 +432,7 @@ Dtype = Annotated[
     Literal["float32", "float16", "bfloat16"],
     typer.Option(help="Data type of the weights. bfloat16 needs --to program or --proof none."),
 ]
-Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: gives the fastest correct file).")]
+Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: that of the fastest correct file).")]
 Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Sizes that vary: batch and lengths, or only lengths.")]
 Batch = Annotated[int, typer.Option(min=1, help="The constant batch size, for --dynamic length.")]
 MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size of the files, if --max-length is given.")]
@@ -452,13 +452,13 @@ Quantize = Annotated[
 ]
 PerplexityRatio = Annotated[
     float | None,
-    typer.Option(help="With --quantize: allowed perplexity, as a multiple of the model's (int8: 1.01, int4: 1.1)."),
+    typer.Option(help="With --quantize: largest perplexity, divided by the model's (default: int4 1.1, others 1.01)."),
 ]
 Activations = Annotated[
     Literal["auto", "float", "int8", "split", "token"],
     typer.Option(
-        help="With --quantize: kind of activations. `int8` and `split` are faster than `float`; `split` multiplies "
-        "large values separately. `token` (int8 with one scale per token) is fastest for encoders."
+        help="With --quantize: precision of activations. `int8` and `split` are faster than `float`; `split` "
+        "multiplies large values separately. `token` (int8 with one scale per token) is fastest for encoders."
     ),
 ]
 Calibration = Annotated[

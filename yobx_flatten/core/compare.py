@@ -77,7 +77,7 @@ def compare(expected: object, found: object, kind: Kind) -> Comparison:
 
 
 def tolerance(kind: Kind, *types: torch.dtype | str) -> float:
-    """Return the tolerance of a comparison of the given ``kind``, for the least precise of the given dtypes."""
+    """Return the difference that :func:`compare` allows for a ``kind`` and the least precise of the given dtypes."""
     given = (getattr(torch, one, None) if isinstance(one, str) else one for one in types)
     floats = [one for one in given if isinstance(one, torch.dtype) and one.is_floating_point]
     if kind in _ABSOLUTE:
@@ -137,7 +137,7 @@ def shares_of_nan(expected: object, names: Sequence[str]) -> dict[str, float]:
 
 
 def share_of_nan(expected: object) -> float | None:
-    """Return the share of NaN elements of a tensor, or 1.0 if no element is finite; ``None`` without elements."""
+    """Return the share of NaN elements of a tensor, or 1.0 if no element is finite; ``None`` if it is empty."""
     # comparisons do not detect NaN, which counts as equal to NaN
     if is_text(expected) or not is_data(expected):
         return None

@@ -160,7 +160,7 @@ REMEMBERING = type(functools.cache(len))
 
 
 def reader_of(kind: type) -> Reader | None:
-    """Return the function that computes fingerprints of instances of a class, such as tensors; else return ``None``."""
+    """Return the function that computes fingerprints of instances of a class; ``None`` if the class has none."""
     if issubclass(kind, torch.Tensor):
         return mark_of_tensor
     if issubclass(kind, torch.Generator):

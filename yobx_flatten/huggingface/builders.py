@@ -108,7 +108,7 @@ def make_static_cache(
         layer.lazy_initialization(*(keys, values)[: layer.lazy_initialization.__code__.co_argcount - 1])
         _fill(layer, _with_room(keys, layer_room), _with_room(values, layer_room))
         if length < 0 or (length > layer_room and not layer.is_sliding):
-            raise CacheStructureError(f"length={length}: expected 0 to {layer_room}, the max_cache_len.")
+            raise CacheStructureError(f"length={length}: expected 0 to {layer_room} (max_cache_len).")
         if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
             layer.cumulative_length = torch.tensor(min(length, layer_room), dtype=torch.int64, device=keys.device)
         elif hasattr(layer, "cumulative_length"):

@@ -170,7 +170,7 @@ def word_in_files(name: str, value: object, word: str = CACHE) -> str:
 
 
 def spellings_of(path: str) -> list[str]:
-    """Return the path of a KV cache tensor for each name that a KV cache can have; an empty list for other tensors.
+    """Return a KV cache tensor's path with each name that a KV cache can have; an empty list for other tensors.
 
     >>> spellings_of("cache_params.key_0"), spellings_of("input_ids")
     (['cache.key_0', 'past_key_values.key_0', 'cache_params.key_0'], [])

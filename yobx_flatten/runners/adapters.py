@@ -136,7 +136,7 @@ class Adapter:
 
 @contextlib.contextmanager
 def leave_room(model: torch.nn.Module, sizes: Mapping[str, tuple[int, int]]) -> Iterator[None]:
-    """In a ``with`` block, each projection in ``sizes`` adds the product of its input and two LoRA matrices."""
+    """In a ``with`` block, each projection in ``sizes`` adds its input times two LoRA matrices to its output."""
     # sizes: numbers of input and output features of each projection, by its name in the model
     generator = torch.Generator().manual_seed(0)
     changed: list[torch.nn.Module] = []

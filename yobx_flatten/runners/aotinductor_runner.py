@@ -87,7 +87,7 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
     ]
     for what, made, here in compiled_for:
         if made != here:
-            raise ForeignFileError(f"{path} was compiled for {what} {made}, not for {here}. Export again here.")
+            raise ForeignFileError(f"{path} was compiled for {what} {made}, not {here}. Export again on this machine.")
     if not trust:
         raise UntrustedFileError(
             f"{path} holds machine code, which runs as soon as it is loaded. Pass trust=True (--trust) if you made the "

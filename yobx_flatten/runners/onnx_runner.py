@@ -90,7 +90,7 @@ class OnnxRunner:
             return {name: from_value(value) for name, value in found.items()}
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the file refuses inputs, since they combine a filled cache, several rows and new tokens."""
+        """Return whether inputs are refused, since they combine several rows, several new tokens and a filled cache."""
         if not self.shared:
             return False
         tokens = _tokens(inputs)

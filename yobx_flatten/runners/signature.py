@@ -69,7 +69,7 @@ class Signature:
         where: str,
         held: Mapping[str, tuple[int, ...]] | None = None,
     ) -> list[torch.Tensor]:
-        """Check dtypes and sizes of inputs, and return the inputs as contiguous tensors, in the order of the file."""
+        """Check dtypes and sizes of inputs, and return contiguous tensors in the order of the file's inputs."""
         # held: shapes of inputs in the library's own memory, which the result does not contain
         held = held or {}
         taken = [(name, dtype) for name, dtype, _ in self.inputs if name not in held]

@@ -43,7 +43,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def printable(text: str) -> str:
-    r"""Return text with escaped control characters, which a terminal would interpret.
+    r"""Return text in which control characters, which a terminal would interpret, are escaped.
 
     >>> print(printable("a\x1b[2Jb"))
     a\x1b[2Jb
@@ -376,7 +376,7 @@ def meant_option(typed: str, known: Iterable[str]) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised when the process receives SIGTERM; a command may raise it again with the names of complete files."""
+    """Raised when the process receives SIGTERM."""
 
 
 def terminable() -> contextlib.AbstractContextManager[None]:

@@ -82,7 +82,7 @@ class LayerKind:
 
     @property
     def counter(self) -> str | None:
-        """The name of the attribute in which a sliding layer counts all tokens it has seen; ``None`` for others."""
+        """The attribute in which a sliding layer counts all tokens that it has seen; ``None`` for other layers."""
         if self.letter == "X" and self.has_position:
             return "cumulative_length_int"
         return "cumulative_length" if self.letter in "WX" else None

@@ -41,7 +41,7 @@ _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
-    """Decorate a function that makes the replacement of a function: the replacement gets the original signature."""
+    """Decorate a function that returns the replacement of a given function, so that both have the same signature."""
     # make: returns a version for an original, or the original if a release of transformers needs no replacement
 
     @functools.wraps(make)
@@ -78,7 +78,7 @@ def always(version: Function) -> Make:
 
 
 def traceable(version: Function) -> Make:
-    """Return a function that receives a function, and returns ``version`` with the signature of that function."""
+    """Return a decorator that replaces a function by ``version``, with the signature of the replaced function."""
     return replacement(always(version))
 
 

@@ -41,7 +41,7 @@ def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: An
 
 
 def recipe_tests(*samples: Any) -> Callable[..., None]:
-    """Return a pytest function that tests the registered flatten functions of the class of each sample.
+    """Return a pytest function that tests, with the given instances, the flatten functions of their classes.
 
     Args:
         samples: instances of the classes to test; the classes must be registered when the tests run.

@@ -156,7 +156,7 @@ class Registry:
         start = f"unregister_class_flattening({cls.__qualname__}): {errors.describe_class(cls)}"
         if slots:
             raise errors.NotRegisteredError(
-                f"{start} was registered by a with block, whose end unregisters it:\n    {slots[0].recipe.remedy}"
+                f"{start} was registered by a with block that unregisters it at its end:\n    {slots[0].recipe.remedy}"
             )
         if holders:
             raise errors.NotRegisteredError(

@@ -250,10 +250,10 @@ class RunOutputs:
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
         found = self._outputs.get(record["name"])
         if found is None or found.shape != dims:
-            raise DamagedFileError(f"The model has no output {record['name']!r} of shape {dims}, unlike its metadata.")
+            raise DamagedFileError(f"The model lacks an output of its metadata: {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Copy the bytes of an output to ``view``, after a conversion to the dtype that the stored value had."""
+        """Copy the bytes of an output to ``view``, after a conversion to the dtype of the stored value."""
         import numpy
 
         array = numpy.ascontiguousarray(self._outputs[record["name"]])

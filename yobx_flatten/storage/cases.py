@@ -146,7 +146,7 @@ class CaseReport(Report):
         return (output.difference for output in self.outputs)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield one dict from the name of each stored output to the share of its elements that are NaN."""
+        """Yield one dict: the share of NaN elements in each stored output, by output name."""
         yield {output.name: output.nan for output in self.outputs if output.nan is not None}
 
     def __str__(self) -> str:

@@ -316,7 +316,7 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
         )
     if content is not None and found.get(CONTENT) != content:
         function = {"case": "load_case", "values": "load_nested"}.get(found.get(CONTENT, ""), "load_nested")
-        raise ForeignFileError(f"{name} holds {found.get(CONTENT)!r}, not {content!r}. Read it with {function}.")
+        raise ForeignFileError(f"{name} is of type {found.get(CONTENT)!r}, not {content!r}. Read it with {function}.")
     text = found.get(STRUCTURE, "")
     if str(zlib.crc32(text.encode())) != found.get(CHECKSUM):
         raise DamagedFileError(f"{name} is damaged: the checksum of its structure is wrong.")

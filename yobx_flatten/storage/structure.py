@@ -161,7 +161,7 @@ def _check_called(name: str, node: _Functions, static: Static) -> None:
     of_named_tuples = pytree.SUPPORTED_NODES[collections.namedtuple].unflatten_fn  # type: ignore[index] # its key
     own = f"{getattr(static, '__module__', None)}:{getattr(static, '__qualname__', None)}"
     if node.unflatten is of_named_tuples and own != name:
-        raise DamagedFileError(f"The file is not loaded: it names the class {name}, but loading would call {static!r}.")
+        raise DamagedFileError(f"The file is not loaded: to make an instance of {name}, torch would call {static!r}.")
 
 
 def _node_named(name: str) -> _Functions:
@@ -363,7 +363,7 @@ def _read_array(record: Record, source: Source) -> Any:
         return numpy.array(texts, dtype).reshape(shape)
     stored = _array_element(dtype)
     if stored is None:
-        raise DamagedFileError(f"{record['name']!r} has the type {record['dtype']!r}, which no stored array has.")
+        raise DamagedFileError(f"{record['name']!r} has the type {record['dtype']!r}, which is never stored.")
     element, dims = stored[0], _dims(stored[0], (*shape, *stored[1]))
     count = math.prod(shape)
     nbytes = element.nbytes(count, dtype.itemsize)

@@ -226,7 +226,7 @@ def forget_attached(forward: Callable[..., Any]) -> None:
 def refuse_specs_of_keys(
     module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, spec: DynamicShapes
 ) -> None:
-    """Raise DynamicShapesError if ``torch.export`` would not find entries of a ``ShapesSpec``, as for a KV cache."""
+    """Raise an error if ``torch.export`` would not find entries of a ``ShapesSpec`` for the children of an input."""
     # `torch.export` looks up the entries of an `ObjectSpec` by attribute name, and the children of caches have keys
     from ..core.private_names.of_torch import combine_args  # imports much
 

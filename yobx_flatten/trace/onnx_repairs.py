@@ -426,7 +426,7 @@ def attention(
     *,
     in_one: bool = False,
 ) -> OnnxValue:
-    """Translate attention to ONNX's ``Attention`` if ``in_one`` is true and it fits, else to basic operators."""
+    """Translate attention to ONNX's ``Attention`` if ``in_one`` is true and the shapes fit, else to basic operators."""
     if dropout_p != 0:
         from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 

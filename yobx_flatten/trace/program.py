@@ -87,11 +87,11 @@ def members_in_forward(module: torch.nn.Module, names: list[str], members: _Memb
 
 
 class StoredInteger(int):
-    """The value of a cache's token counter, for a program of earlier versions that takes it as an integer."""
+    """A cache's token counter as an integer, for programs that an earlier version of this package exported."""
 
 
 def checking_inputs(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that refuses inputs unlike a program's constants, and converts token counters to integers."""
+    """Make a hook that checks inputs that are constants of a program, and converts token counters to integers."""
     # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program needs none
     given = arguments_of(program)
     integers = [place for place, arg in enumerate(given) if isinstance(arg, SymIntArgument)]

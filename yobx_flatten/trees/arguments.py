@@ -146,8 +146,8 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
                 cls = type(leaf).__qualname__
                 raise NotRegisteredError(
                     f"{path} is a module ({class_name(type(leaf))}), which cannot be an input. Assign it to an "
-                    "attribute of the module that uses it:\n    self.part = part\nor, if it only holds tensors, "
-                    "register its class by the names of the tensors:\n"
+                    "attribute of the module that uses it:\n    self.part = part\nor, if it holds only tensors, "
+                    "register its class with the names of the tensors:\n"
                     f"    register({cls}, children=['x'])"
                 )
 
@@ -309,7 +309,7 @@ class _Writing:
             if isinstance(spec, self.classes.TensorSpec):
                 if not isinstance(obj, torch.Tensor):
                     raise DynamicShapesError(
-                        f"{place}: found a TensorSpec for {kind}, which is not a tensor. Write None, for a fixed value."
+                        f"{place}: found a TensorSpec for {kind}, which is not a tensor. Write None to fix the value."
                     )
                 if len(spec) != obj.dim():
                     raise DynamicShapesError(

@@ -277,7 +277,7 @@ class Batch(TypedDict):
     ("register_it", "message"),
     [
         (lambda: register_pytree_node(Pair(1, 2), flatten, unflatten), "expected a class as first argument"),
-        (lambda: register_pytree_node(Pair, None, unflatten), r"flatten must be a function \(obj\), found None"),
+        (lambda: register_pytree_node(Pair, None, unflatten), r"flatten must be a function f\(obj\), found None"),
         (lambda: register_pytree_node(Pair, flatten, lambda c: c), r"unflatten is called as f\(static, children\)"),
         (
             lambda: register_pytree_node(Pair, flatten, lambda children, context: Pair(*children)),

@@ -389,9 +389,9 @@ def test_what_is_no_class_is_refused(before, target, message):
 @pytest.mark.parametrize(
     ("position", "given", "said"),
     [
-        (0, "not a function", r"f_flatten must be a function \(obj\), found the str 'not a function'\."),
-        (1, None, r"f_unflatten must be a function \(children, static\), found None\."),
-        (2, "not a function", r"f_flatten_with_keys must be a function \(obj\), found the str 'not a function'\."),
+        (0, "not a function", r"f_flatten must be a function f\(obj\), found the str 'not a function'\."),
+        (1, None, r"f_unflatten must be a function f\(children, static\), found None\."),
+        (2, "not a function", r"f_flatten_with_keys must be a function f\(obj\), found the str 'not a function'\."),
         (0, lambda pair, other: ([], None), r"f_flatten is called as (.|\n)*"),
         (1, lambda children, static, *, needed: Pair(*children), r"f_unflatten is called as (.|\n)*"),
         (2, lambda: ([], None), r"f_flatten_with_keys is called as (.|\n)*"),

@@ -273,8 +273,8 @@ def test_tensors_in_the_static_part_and_an_unflatten_that_makes_tensors_or_looks
         return bag
 
     assert problem(Bag([X]), unflatten=unflatten_with_a_mask).startswith(
-        "Bag: f_unflatten must not make tensors, but calls torch.ops.aten.zeros.default. New tensors are "
-        "constants of a program."
+        "Bag: f_unflatten must not make tensors, but calls torch.ops.aten.zeros.default. Exports "
+        "store new tensors as constants."
     )
 
     def unflatten_by_shape(children, static):

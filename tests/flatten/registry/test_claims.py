@@ -91,7 +91,7 @@ def test_a_user_may_neither_take_a_class_from_a_block_nor_give_it_up(registry):
     assert "register before you enter it:\n    register_class_flattening(Pair, ...)\n    register Pair" in str(
         caught.value
     )
-    with pytest.raises(NotRegisteredError, match="by a with block, whose end unregisters it:\n    register Pair"):
+    with pytest.raises(NotRegisteredError, match="by a with block that unregisters it at its end:\n    register Pair"):
         registry.release_user(Pair)
     assert registry.recipe_in_force(Pair) is not None
 

@@ -205,9 +205,9 @@ def test_a_structure_that_does_not_fit_is_an_error(path, change):
 def test_a_case_is_read_as_a_case(tmp_path):
     save_case(tmp_path / "case.onnx", {"x": 1}, 2)
     save_nested(tmp_path / "nested.onnx", {"x": 1})
-    with pytest.raises(ForeignFileError, match=r"holds 'case', not 'values'\. Read it with load_case"):
+    with pytest.raises(ForeignFileError, match=r"is of type 'case', not 'values'\. Read it with load_case"):
         load_nested(tmp_path / "case.onnx")
-    with pytest.raises(ForeignFileError, match=r"holds 'values', not 'case'\. Read it with load_nested"):
+    with pytest.raises(ForeignFileError, match=r"is of type 'values', not 'case'\. Read it with load_nested"):
         load_case(tmp_path / "nested.onnx")
 
 

@@ -150,7 +150,7 @@ def require_callable(
     needed = needed or ("()", "(obj)", "(children, static)")[arity]
     if not callable(function):
         raise InvalidRegistrationError(
-            f"{caller}({target.__qualname__}): {argument} must be a function {needed}, found "
+            f"{caller}({target.__qualname__}): {argument} must be a function f{needed}, found "
             f"{describe_class(function)}."
         )
     try:

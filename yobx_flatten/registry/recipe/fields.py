@@ -156,7 +156,7 @@ def is_mapping_like(cls: type) -> bool:
 
 
 def is_mapping(cls: type) -> bool:
-    """Return whether a class is a mapping that stores all of its content as items, unlike a chex dataclass."""
+    """Return whether a class is a mapping that stores all of its content as items."""
     if not is_mapping_like(cls):
         return False
     written = [value for base in _written(cls) for value in vars(base).values()]

@@ -108,7 +108,7 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
     if recorder.operators:
         raise RoundTripError(
             f"{recipe.cls.__qualname__}: f_unflatten must not make tensors, but calls {', '.join(recorder.operators)}. "
-            "New tensors are constants of a program. Let f_flatten return them as children, or make them in the model."
+            "Exports store new tensors as constants. Let f_flatten return them as children, or make them in the model."
         )
 
 

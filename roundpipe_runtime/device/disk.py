@@ -117,7 +117,7 @@ class DiskMemory:
         return place
 
     def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an uninitialised tensor on the disk with the layout of ``like``; several tensors may share ``key``."""
+        """Return an uninitialised tensor on the disk with the layout of ``like``; ``key`` may already have a tensor."""
         number = 0
         while (place := self.empty((key, number), like.shape, dtype or like.dtype, like.stride())) is None:
             number += 1  # a key has as many places as it had tensors at the same time

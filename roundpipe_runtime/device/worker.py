@@ -270,7 +270,7 @@ def generator_lock() -> Any:
 
 @contextlib.contextmanager
 def generator_alone(timeout: float = -1) -> Iterator[None]:
-    """Reserve the CPU random generator of torch for this thread, and for threads of its pipelines."""
+    """Reserve the CPU random generator of torch for this thread, and for threads of pipelines that it calls."""
     # timeout: seconds to wait for the lock. Default: no limit.
     lock = generator_lock()
     if not lock.acquire(timeout=timeout):

@@ -143,7 +143,7 @@ def values_of(function: types.FunctionType) -> Iterator[Any]:
 
 
 def is_due(count: int) -> bool:
-    """Return whether a check in calls 1, 2, 4, 8 ... is due in the next call, after ``count`` calls.
+    """Return whether a check that runs in calls 1, 2, 4, 8 ... is due in the next call, after ``count`` calls.
 
     >>> [count + 1 for count in range(20) if is_due(count)]
     [1, 2, 4, 8, 16]

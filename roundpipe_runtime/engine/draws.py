@@ -138,8 +138,8 @@ class CallDraws:
         if self.is_recomputed:
             raise StageError(
                 f"{self.title} draws random numbers in its recomputation, but drew none in its forward, so the "
-                "gradient would be wrong. Draw the same numbers in the forward, or save the numbers:\n"
-                "    if doing_recompute():\n        (mask,) = get_recompute_data()"
+                "gradient would be wrong. Draw the numbers in the forward, and save them:\n    if doing_recompute():\n"
+                "        (mask,) = get_recompute_data()\n    else:\n        mask = ...; save_for_recompute(mask)"
             )
         draws._before[key] = before if draws.in_order else None
         if draws.moves:

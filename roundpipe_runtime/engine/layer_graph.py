@@ -79,7 +79,7 @@ _enter_leaf = cast(Callable[[torch.Tensor], torch.Tensor], _Enter.apply)
 
 
 def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """Make the inputs of a layer the leaves of a new autograd graph, and return the leaves and the layer's inputs."""
+    """Return leaves of a new autograd graph for a layer's inputs, and the tensors with which the layer is called."""
     # as_leaves: whether the layer gets the leaves themselves; faster, but torch refuses in-place writes to a leaf
     # returns: for each input, the leaf, or `None` if no gradient flows through the input; and the tensors for the layer
     if not torch.is_grad_enabled():
@@ -223,8 +223,8 @@ def check_leaves(
         what = f"reads {names[0]}" if names else "reads a tensor"
         raise StageError(
             f"{layer.title} {what} of shape {tuple(leaf.shape)}, which requires a gradient, but is not an input or "
-            "parameter of the layer. Its gradient would be wrong: the backward of a layer reaches only these. "
-            "Make it an input or a parameter:\n    model(x, delta)\n    layer.delta = torch.nn.Parameter(delta)"
+            "parameter of the layer. Its gradient would be wrong, as the backward reaches only inputs and parameters. "
+            "Make the tensor an input or a parameter:\n    model(x, delta)\n    layer.delta = torch.nn.Parameter(delta)"
         )
 
 

@@ -156,7 +156,7 @@ class Sample:
         return found[0], found[1:], [*own, *other_leaves([one for part in found for one in part.losses], trained)]
 
     def widened(self) -> Sample:
-        """Return the same outputs and labels in 32-bit dtypes, since 16-bit rounding may hide wrong weights."""
+        """Return the outputs and labels in 32-bit dtypes, since 16-bit rounding may hide wrong weights of losses."""
         if all(in_32_bits(leaf) is leaf for leaf in self.leaves[0]):
             return self
         others = {place: in_32_bits(one) for place, one in self.others.items()}
@@ -178,7 +178,7 @@ class Sample:
 
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
-    """After trial calls in the with block, restore the state of the loss function ``called`` and random generators."""
+    """Restore the states of the loss function ``called`` and random generators after trial calls in the with block."""
     # yields: function to run before each call of the loss function, which gets the number of the part of the rows
     # no other thread draws meanwhile; 16-bit rounding by autocast would hide wrong weights; warnings about single rows
     # do not concern the user

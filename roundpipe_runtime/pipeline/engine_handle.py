@@ -149,7 +149,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def name(self) -> str:
-        """The name of the pipeline."""
+        """The name of the pipeline in errors and timelines (default: file and line where it was created)."""
         return self._rp_options.title
 
     @property
@@ -195,7 +195,7 @@ class EngineHandle(ModelProxy):
         return self._rp_engine.planner.memory_limit()
 
     def layer_costs(self) -> list[LayerCost]:
-        """Return the time and memory of each layer; before the first run, the time is estimated in multiplications."""
+        """Return the time and memory of each layer; before the first run, the time is a number of multiplications."""
         return self._rp_engine.planner.layer_costs()
 
     @property
@@ -521,7 +521,7 @@ class PipelineOptions:
                 'or use the default update:\n    RoundPipe(model, update="masters")'
             )
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
-            raise ConfigError(f"replicas must be a number of at least 1, found {self.replicas!r}.")
+            raise ConfigError(f"replicas must be a whole number of at least 1, found {self.replicas!r}.")
 
     @property
     def has_groups(self) -> bool:

@@ -60,14 +60,14 @@ class LayerCost:
 
 
 def layer_costs(model: Any) -> list[LayerCost]:
-    """Return the cost of each layer of a model.
+    """Return the cost (time and memory) of each layer of a model.
 
     Args:
         model: a list of :class:`LayerCost`, an object with a method ``layer_costs()`` (such as a pipeline), or a
             module. Each child of an ``nn.Sequential`` is a layer; any other module is one layer.
 
     Returns:
-        The cost (time and memory) of each layer.
+        The cost of each layer.
 
     Raises:
         PlanError: if ``model`` has another type or has no layers.

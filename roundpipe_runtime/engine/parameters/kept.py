@@ -87,7 +87,7 @@ class KeptParameters:
         version: int,
         nbytes: float,
     ) -> None:
-        """Choose the parameters whose copies stay on devices, and release all other copies and outdated copies."""
+        """Choose the parameters whose copies stay on devices, and release copies that are outdated or not chosen."""
         if nbytes <= 0:
             self._chosen = frozenset()
             self.drop()

@@ -280,7 +280,7 @@ class KnownRows:
         self._rows: list[int] = []
 
     def find(self, of: torch.Tensor, find: Callable[[torch.Tensor], list[int]]) -> list[int]:
-        """Return the rows that an index tensor selects; for an unchanged tensor of the last call, they are cached."""
+        """Return the rows that an index tensor selects, and cache them until a call with another or changed tensor."""
         known = None if self._of is None else self._of()
         if known is of and self._version == of._version:
             return self._rows

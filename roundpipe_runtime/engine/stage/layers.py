@@ -213,9 +213,8 @@ class LayerCall(CallState):
         self.versions = self._versions()
 
     def run(self) -> None:
-        # A layer that never wrote its inputs in place gets the leaves themselves, which is faster. torch refuses to
-        # write a leaf; then the layer is called again with writable tensors, provided that nothing was written before.
-        # By mode: a layer with in-place dropout writes its inputs in training only.
+        # A layer that never wrote its inputs gets leaves, which is faster. torch refuses to write a leaf: the layer is
+        # called again with writable tensors. By mode: a layer with in-place dropout writes inputs in training only.
         mutates_inputs = self.traits.mutates_inputs
         as_leaves = mutates_inputs.get(self.training) is False
         try:
@@ -238,7 +237,8 @@ class LayerCall(CallState):
         if not self.is_repeatable():
             raise StageError(
                 f"{self.contents.title} must be called again to {what}, but has already written an input or a buffer "
-                "in place, so the second call would differ. Call the pipeline again, or write to copies in the layer."
+                "in place, so the second call would differ. Call the pipeline again, which then needs no second call, "
+                "or write to copies in the layer."
             )
 
     def attempt_with_all(self, *, as_leaves: bool) -> None:

@@ -113,7 +113,7 @@ def test_a_call_that_groups_cannot_make_is_refused(wrap):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replicas": 0}, "replicas must be a number of at least 1, found 0"),
+        ({"replicas": 0}, "replicas must be a whole number of at least 1, found 0"),
         ({"reduce_dtype": torch.int8}, "reduce_dtype must be a floating dtype"),
         ({"mesh": "cpu"}, r'init_device_mesh\("cpu", \(torch.distributed.get_world_size\(\),\)\)'),
     ],

@@ -241,7 +241,7 @@ def doctor(
     ] = None,
     disk: Annotated[
         pathlib.Path,
-        typer.Option(metavar="DIR", help="Folder whose disk is measured, for --host disk:DIR (default: current)."),
+        typer.Option(metavar="DIR", help="Folder on the disk to check: free space, and speed for --host disk:DIR."),
     ] = HERE,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:

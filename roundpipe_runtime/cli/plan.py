@@ -31,7 +31,7 @@ _STEP = "A step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " Weights are not read.")]
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " A plan uses only the configuration.")]
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
     details: Annotated[
         bool, typer.Option("--details", help="Also print tables of layers, stages, memory use and transfers.")
@@ -46,8 +46,8 @@ class MachineOptions:
         str,
         option(
             "DEVICES",
-            "auto, virtual:N, or cuda:0,cuda:1 (even if this machine has none). auto: all GPUs. Without a GPU, auto is "
-            "one GPU if --memory is given, otherwise virtual:2.",
+            "auto, virtual:N, or cuda:0,cuda:1 (this machine need not have them). auto: all GPUs. Without a GPU, auto "
+            "is one GPU if --memory is given, otherwise virtual:2.",
         ),
     ] = "auto"
     memory: Annotated[str | None, option("SIZE", "Memory of one device, like 24GiB (default: measured).")] = None
@@ -68,7 +68,7 @@ class MachineOptions:
         }
 
     def hardware(self, dtype: torch.dtype) -> Hardware:
-        """Return rates and sizes from the ``--machine`` file, or of this machine; other options override them."""
+        """Return speeds and memory sizes in the ``--machine`` file or of this machine; other options override them."""
         if self.machine is None:
             devices = None if self.devices == "auto" else self.devices
             if devices is None and self.memory is not None and not torch.accelerator.is_available():

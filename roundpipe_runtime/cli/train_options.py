@@ -44,7 +44,9 @@ def _choice(text: str, panel: str, *names: str) -> Any:
 
 
 Batch = Annotated[int, _number("Rows per batch, summed over all processes.", _STEP)]
-Microbatches = Annotated[int | None, _number("Microbatches per batch or group of rows (default: devices + 1).", _STEP)]
+Microbatches = Annotated[
+    int | None, _number("Microbatches per batch, or per group of train --replicas (default: devices + 1).", _STEP)
+]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"], _choice("Data type of the weights; auto: as stored in the model.", _STEP)
 ]
@@ -78,9 +80,7 @@ Quantize = Annotated[
 ]
 QuantizeAware = Annotated[
     Literal["none", "int4", "int8"],
-    _choice(
-        "Train with weights rounded to this type, LoRA included. To export: yobx-flatten export --quantize keep.", _RATE
-    ),
+    _choice("Train with weights (plus LoRA) rounded to this type, for yobx-flatten export --quantize keep.", _RATE),
 ]
 Host = Annotated[
     str,
@@ -101,7 +101,7 @@ class ModelOptions:
             help=MODEL_NAMES + " Further arguments are text files, so that --text *.txt works without quotes.",
         ),
     ] = None
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model; arguments are then text files.")] = None
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="MODEL, if all arguments are text files.")] = None
     output: Annotated[
         pathlib.Path | None,
         typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model (required)."),
@@ -211,7 +211,7 @@ class StepOptions:
     batch: Batch = 8
     microbatches: Microbatches = None
     replicas: Annotated[
-        int | None, _number("Groups of rows per batch, each split into --microbatches (default: 1 per process).", _STEP)
+        int | None, _number("Groups into which a batch is split for the processes (default: one per process).", _STEP)
     ] = None
     accumulate: Annotated[int, _number("Batches per optimizer step (gradient accumulation).", _STEP)] = 1
     steps: Annotated[int | None, _number("Number of optimizer steps, instead of --epochs.", _STEP)] = None

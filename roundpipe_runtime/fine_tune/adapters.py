@@ -200,7 +200,7 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
     if others := {str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"}:
         raise ConfigError(
             f"quantize_aware: {type(model).__name__} has weights in {min(others)}, but only float32 can represent "
-            "integers times scales exactly. Use model.float(), or --dtype float32"
+            "the rounded weights (integers times scales) exactly. Use model.float(), or --dtype float32"
         )
     chosen = {name: layer for name, layer in linear_layers(model) if layer.in_features % _BLOCK == 0}
     if not chosen:
@@ -256,7 +256,7 @@ def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 
 def unrounded_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's state dict, in which adapters are added to the weights and the weights are rounded."""
+    """Return the state dict for a model with plain linear layers: weights plus LoRA adapters, rounded."""
     layers, state = rounded_layers(model), model.state_dict()
     for name, layer in layers.items():
         for part in ("lora_a", "lora_b"):

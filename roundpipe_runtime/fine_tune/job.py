@@ -86,7 +86,7 @@ class Job:
         return cast(T, result)
 
     def claim(self, what: str) -> bool:
-        """Return whether this process is the first to call ``claim`` for a task; do not wait for other processes.
+        """Return whether this process is the first to call ``claim`` for a task, without waiting for other processes.
 
         Args:
             what: name of the task, equal in all processes.

@@ -218,7 +218,7 @@ def _causal_classes() -> Any:
 def _causal(config: Any, name: str) -> Any:
     if type(config) not in _causal_classes():
         raise FineTuneError(
-            f"transformers has no causal language model of type {config.model_type!r} ({name}). Use RoundPipeTrainer."
+            f"transformers has no causal LM of type {config.model_type!r} ({name}). Train it with RoundPipeTrainer."
         )
     return config
 

@@ -154,7 +154,7 @@ class Training:
 
     @contextlib.contextmanager
     def first_dtypes(self) -> Iterator[None]:
-        """Context manager in which parameters have their dtypes from before the training, to save the model."""
+        """Context manager for saving the model, in which parameters have their dtypes from before the training."""
         wide = {parameter: parameter.data for parameter, dtype in self._dtypes.items() if parameter.dtype != dtype}
         try:
             for parameter in wide:

@@ -65,7 +65,7 @@ class PlannedTraining:
     ) -> None:
         if not all(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError(
-                "A plan is made for a model on the meta device, so that no memory is allocated:\n"
+                "A plan needs a model on the meta device, where weights take no memory:\n"
                 '    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)'
             )
         self.model, self.hardware, self.optim_dtype = model, hardware, optim_dtype

@@ -264,8 +264,8 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     if isinstance(answers, str):
         if others:
             raise FineTuneError(
-                f"{place} has {', '.join(map(repr, others))} besides text, and text has no chat template that uses "
-                f"it. Add it to the prompt, use lists of messages, or ignore it: --ignore-fields {','.join(others)}"
+                f"{place} has {', '.join(map(repr, others))}, which the model would not see: text uses no chat "
+                f"template. Add it to the prompt, use message lists, or ignore it: --ignore-fields {','.join(others)}"
             )
         return Conversation(place, prompt=str(prompt), completion=answers)
     system, tools = others.pop("system", None), others.pop("tools", None)
@@ -273,7 +273,7 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     made = [_message(one, f"{place}, message {n}", ignored) for n, one in enumerate([*prompt, *answers], 1)]
     if system is not None:
         if made and made[0]["role"] == "system":
-            raise FineTuneError(f"{place} has a field 'system', but also a message of this role. Leave one out")
+            raise FineTuneError(f"{place} has a field 'system' and a message of the role 'system'. Leave one out")
         made, first = [_message({"role": "system", "content": system}, f"{place}, 'system',", ()), *made], first + 1
     if tools is not None:
         if isinstance(tools, str):

@@ -45,7 +45,7 @@ _PIECE = 2**16  # characters that are read at a time
 
 
 def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    """Return all files that the names mean, without duplicates; a folder saved by ``datasets`` counts as one file."""
+    """Return all files that the names match, without duplicates; a folder saved by ``datasets`` counts as one file."""
     # names: files, folders and patterns such as `texts/**/*.txt`
     found = [path for name in names for path in _named(os.fspath(name))]
     if not found:
@@ -83,7 +83,7 @@ def is_saved(folder: pathlib.Path) -> bool:
 
 
 def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
-    """Yield the texts of documents, in one or several strings per document, with ``END`` after each document."""
+    """Yield the texts of documents, each in one or several strings, and ``END`` (``None``) after each document."""
     # field: field of JSON and of tables that holds the text
     wanted = f'Each line must be an object like {{"{field}": "..."}}'
     for path in paths:

@@ -39,7 +39,7 @@ def _collected() -> dict[str, Any]:
 
 
 def collected_so_far() -> tuple[tuple[str, int], ...]:
-    """Return how many outputs of each name, such as attentions, hooks have captured in the running forward."""
+    """Return the numbers of outputs that hooks have captured in the running forward, by name such as ``attentions``."""
     return tuple((name, len(found)) for name, found in _collected().items() if name != _SELECTION)
 
 
@@ -139,7 +139,7 @@ def is_old() -> bool:
 
 
 def collect_on_copy(copied: nn.Module) -> None:
-    """Make the modules of a copied model collect their hidden states and attentions, as ``check_model_inputs`` does."""
+    """Make modules of a copied model collect outputs, as the decorator ``check_model_inputs`` of transformers does."""
     if is_old():
         for part in _decorated(copied):
             part.__dict__["forward"] = functools.partial(_forward, part)

@@ -186,7 +186,7 @@ def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _axis(whole: Sequence[int], part: Sequence[int]) -> int | None:
     if len(whole) != len(part):
-        raise CannotJoinError(f"a tensor between layers has {len(whole)} axes for some rows, but {len(part)} for fewer")
+        raise CannotJoinError(f"a tensor between layers has {len(whole)} axes, but {len(part)} axes for fewer rows")
     axes = [axis for axis, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
     if len(axes) > 1:
         raise CannotJoinError(f"several axes of a tensor depend on the number of rows: {tuple(whole)}, {tuple(part)}")

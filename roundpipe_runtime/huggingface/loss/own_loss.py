@@ -66,7 +66,7 @@ def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) ->
 
 
 def loss_of_batch(losses: Sequence[torch.Tensor], items: Sequence[float]) -> torch.Tensor:
-    """Return the mean of microbatch losses, weighted by their numbers of items; -1 items mean weight 1."""
+    """Return the mean of microbatch losses with the weights ``items``; a loss whose weight is -1 is added unchanged."""
     total = math.fsum(items)
     shares = [1.0 if count < 0 or len(items) == 1 else count / total if total else 0.0 for count in items]
     return torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()

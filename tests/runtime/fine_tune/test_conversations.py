@@ -110,12 +110,12 @@ MISTAKES = {
     "system": ({"messages": ASKED, "system": 3}, "a:1, 'system', must have text in 'content', found a int"),
     "two systems": (
         {"messages": [{**ASKED[0], "role": "system"}, *ASKED], "system": "y"},
-        "has a field 'system', but also a message of this role",
+        "has a field 'system' and a message of the role 'system'",
     ),
     "tools": ({"conversations": ASKED, "tools": "{"}, "a:1: 'tools' must be a list of objects"),
     "tool": ({**FORMS["Alpaca"], "tools": ["add"]}, "a:1: 'tools' must be a list of objects"),
     "settings": ({"messages": ASKED, "chat_template_kwargs": "x"}, "'chat_template_kwargs' must be an object"),
-    "beside text": ({"prompt": "x", "completion": "y", "system": "z"}, "a:1 has 'system' besides text, and text has"),
+    "beside text": ({"prompt": "x", "completion": "y", "system": "z"}, "a:1 has 'system', which the model would not"),
     "part": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image": "y"}]}, ASKED[1]]},
         "message 1 must have text in 'content', found a list",

@@ -57,7 +57,7 @@ DEEP = '{"hidden_size": ' + "[" * 100_000 + "]" * 100_000 + "}"
         ('{"model_type": "llama", "text_config": {"n_layer": [30000]}}', "states n_layer = 30,000, but the limit is "),
         (DEEP, "nested too deeply"),
         ('{"hidden_size": 3}', "is not a configuration of transformers"),
-        ('{"model_type": "t5"}', "transformers has no causal language model of type 't5'"),
+        ('{"model_type": "t5"}', "transformers has no causal LM of type 't5'"),
     ],
 )
 def test_folders_that_hold_no_language_model_are_refused(tmp_path, content, words):

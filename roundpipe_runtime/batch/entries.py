@@ -241,7 +241,7 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
             continue
         if len(entry.value) != len(rows):
             raise SplitError(
-                f"{entry.path} has {len(entry.value)} microbatches, {whose} made {len(rows)}. Make the numbers equal."
+                f"{entry.path} has {len(entry.value)} microbatches, but {whose} made {len(rows)}. Make both equal."
             )
         own = entry.stated or entry.counted
         if own is None or None in rows or own == tuple(rows):

@@ -40,7 +40,7 @@ Reduction: TypeAlias = Literal["sum", "mean", "rows", "items"]
 
 
 class WeightedLoss(NamedTuple):
-    """The sum of losses in a microbatch, with the number of items in the sum, for an exact mean over the whole batch.
+    """The sum of the losses of a microbatch and the number of items, such as tokens, for an exact mean over the batch.
 
     Attributes:
         sum: sum of the losses, a scalar tensor.
@@ -99,8 +99,8 @@ def read_loss(value: Any) -> LossValue:
         total, weight = value
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
             raise LossError(
-                "the weight of a pair (sum, weight) requires grad, but a number of items has no gradient. Detach it:\n"
-                "    return WeightedLoss(total, weight.detach())"
+                "the weight of a pair (sum, weight) requires grad, but must be a constant, like the number of tokens. "
+                "Detach it:\n    return WeightedLoss(total, weight.detach())"
             )
         if isinstance(weight, torch.Tensor):
             weight = _scalar(weight, "the weight").item()
@@ -193,8 +193,8 @@ class LossContract:
                 raise LossError(
                     f"loss_fn takes the mean over {_format_items(found, rows)} in microbatch {index} of {rows} rows, "
                     f"and over {_format_items(one, self.rows[other] or 1)} in microbatch {other} of "
-                    f'{self.rows[other]}. The average over microbatches by rows (loss_reduction="mean") is not the '
-                    "loss of the batch. Return sum and divisor:\n"
+                    f"{self.rows[other]}. The average over microbatches, weighted by rows "
+                    '(loss_reduction="mean"), is not the loss of the batch. Return the sum and the divisor:\n'
                     '    summed = cross_entropy(outputs, labels, reduction="sum")\n'
                     "    return WeightedLoss(summed, (labels != -100).sum())"
                 )
@@ -240,7 +240,7 @@ class LossContract:
 
     @property
     def kind(self) -> str | None:
-        """The kind of value that the loss function returns; ``None`` before the first loss is added."""
+        """Type of each loss: ``"tensor"``, ``"sequence"`` or ``"pair"``; ``None`` before the first loss is added."""
         return next((value.kind for value in self.values().values()), None)
 
     @property

@@ -31,7 +31,7 @@ Role: TypeAlias = Literal["label", "mask", "output"]
 
 
 class NotProvenError(Exception):
-    """The loss function cannot be checked: it fails for a few rows, or equal calls return different values."""
+    """The loss function cannot be checked: it fails for a part of the batch, or its values for equal inputs differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def prove(
         found = result_or(functools.partial(evaluate, values), lambda error: error)
         if isinstance(found, Exception):
             if number == 0:
-                raise NotProvenError(f"the loss fails for a few rows: {type(found).__name__}: {found}") from found
+                raise NotProvenError(f"the loss fails on part of the batch: {type(found).__name__}: {found}") from found
             continue  # the loss rejects these labels
         whole, parts, leaves = found
         is_pair = is_pair or whole.weight is not None
@@ -117,7 +117,7 @@ def prove(
             again = evaluate(values)[0].losses
             pairs = zip(whole.losses, again, strict=False)
             if len(whole.losses) != len(again) or not all(compare(*pair, "sums") for pair in pairs):
-                raise NotProvenError("the loss function returned different values in two equal calls")
+                raise NotProvenError("the loss function returned different values for equal arguments")
             returned = " and ".join(f"{part.value} for {part.rows}" for part in parts)
             when = ", where labels or outputs have other values" if number else ""
             return Proof(None, compared, f"{whole.value} for {whole.rows} rows, and {returned} of them{when}")

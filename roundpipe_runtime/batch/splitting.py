@@ -297,8 +297,8 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
         axes = [None] * len(entries)
     elif not decided.apart and (None in rows or sum(count or 0 for count in rows) != decided.batch):
         raise SplitError(
-            f"{', '.join(trees)}: {decided.batch} rows cannot be split like the microbatches of {list(rows)} rows that "
-            f"{whose} returned. Pass split functions for both inputs and labels:\n"
+            f"The {decided.batch} rows of {' and '.join(trees)} cannot be split like the microbatches that {whose} "
+            f"returned, which have {list(rows)} rows. Pass split functions for both inputs and labels:\n"
             "    RoundPipeRunConfig(split_input=..., split_label=...)"
         )
     spec = pytree.tree_structure(held(tuple(trees.values())))
@@ -381,8 +381,8 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
         without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
         raise SplitError(
             f"Tensors with a batch axis have different numbers of rows: {_format_sizes(known)}. Slice or repeat these "
-            "tensors to the same number of rows before the call. Or pass a rule for each tensor: in split_input and "
-            f"split_label, also pass TensorChunkSpec(axis) for {', '.join(without)}."
+            "tensors to the same number of rows before the call. To split each tensor by its own number of rows, every "
+            f"tensor needs a rule: in split_input or split_label, pass TensorChunkSpec(axis) for {', '.join(without)}."
         )
     of_inputs = _sizes([e for e in inputs if not e.is_known])
     of_labels = _sizes([e for e in labels if not e.is_known])

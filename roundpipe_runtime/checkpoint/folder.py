@@ -177,7 +177,7 @@ def appearing(
 
 @contextlib.contextmanager
 def only_writer(folder: pathlib.Path) -> Iterator[None]:
-    """Create a folder for checkpoints if it is missing, and lock the folder for other writers during the with block."""
+    """Create a checkpoint folder if it is missing; other processes cannot save to it during the with block."""
     if not folder.is_dir():
         if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
             path = file.with_name(f"{file.stem}-checkpoints")

@@ -96,7 +96,7 @@ def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
     for entry in stored["pipelines"].values():
         counts = [entry["runs"], *([entry["replicas"]] if entry.get("replicas") is not None else [])]
         if not all(type(count) is int and count >= 0 for count in counts):
-            raise TypeError(f"runs and replicas must be counts of 0 or more, found {counts}")
+            raise TypeError(f"calls (runs) and groups (replicas) must be integers of at least 0, found {counts}")
     targets = optimizer_targets(model)
     for table in (stored["masters"], stored["gradients"], stored["buffers"]):
         for name, value in table.items():

@@ -268,8 +268,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any],
         differing = sorted(set(there) ^ set(here))
         if differing:
             raise CheckpointError(
-                f"Parameter group {number}: {len(here)} parameters in the optimizer, {len(there)} in the checkpoint. "
-                f"Missing in optimizer or checkpoint: {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
+                f"Parameter group {number} has {len(here)} parameters in the optimizer, and {len(there)} in the "
+                f"checkpoint. Only one of the two has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
             )
 
 

@@ -72,7 +72,7 @@ class Hardware:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether the devices are simulated on the CPU, where a stage is loaded only after the previous stage ended."""
+        """Whether the devices are simulated on the CPU. A simulated device loads no layers while it computes."""
         return self.kind == "cpu"
 
 

@@ -72,7 +72,7 @@ class StepSimulation:
 
     @property
     def bottleneck(self) -> str:
-        """The resource that limits the speed of the step: a key of ``busy``."""
+        """The resource that is busy longest, such as ``"compute"``, and so limits the speed of the step."""
         return max(self.busy, key=lambda name: self.busy[name])
 
     @property

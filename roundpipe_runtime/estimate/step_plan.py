@@ -321,7 +321,7 @@ class StepPlan:
         return self.plan.stages("fused", len(self.layers), most_copies=self.num_microbatch)
 
     def on(self, num_devices: int) -> StepPlan:
-        """Return this training step for ``num_devices`` devices, with at most one copy of the last stage per device.
+        """Return this training step, changed so that at most ``num_devices`` devices run the last stage.
 
         Args:
             num_devices: number of devices.
@@ -339,7 +339,7 @@ class StepPlan:
         return share_bytes(stage, self.layers)
 
     def part_bytes(self, stage: Stage) -> tuple[int, int]:
-        """Return the bytes per microbatch of embedding rows and head slices to upload, and of gradients to download.
+        """Return bytes per microbatch: embedding rows and head slices to upload, and their gradients to download.
 
         Args:
             stage: stage of this plan.
@@ -472,7 +472,7 @@ def expected_share(experts: int, per_token: float, tokens: float) -> float:
 
 
 def unread_bytes(layer: LayerFootprint, tokens: int, num_microbatch: int) -> tuple[float, float]:
-    """Return how many bytes of a layer's experts a step is expected not to upload, and of gradients not to download."""
+    """Return the expected bytes of a layer that are not copied: experts without tokens, and gradients of these."""
     # tokens: tokens of the step, all microbatches
     if not (layer.experts and tokens):
         return 0.0, 0.0

@@ -90,7 +90,7 @@ class DiskStore(ParameterStore):
         return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Start to write a layer's dense gradients to the disk; return all gradients, with events for their end."""
+        """Start to write a layer's dense gradients to the disk; return each gradient and an event to wait for it."""
         moves: collections.deque[tuple[Tensor, Event, Tensor]] = collections.deque()
         places: dict[nn.Parameter, Tensor] = {}
         found: Landed = {}

@@ -102,7 +102,7 @@ class InBackwardStore(ParameterStore):
             if not can_step_in_parts(optimizer):
                 raise ConfigError(
                     f'update="in_backward" updates layers one by one, but {name} gives other results if parameters '
-                    f"are updated one by one. Use AdamW or a similar optimizer, or:\n    {_IN_PLACE}"
+                    f"are updated one by one. Use AdamW or a similar optimizer, or keep the gradients:\n    {_IN_PLACE}"
                 )
             check_shapes(optimizer, (), {})
         self._current = _Steps(self._optimizers, contents)
@@ -111,8 +111,8 @@ class InBackwardStore(ParameterStore):
         """Start the optimizer step of a layer; return no gradients, because the step uses them up."""
         if (steps := self._current) is None:
             raise StageError(
-                'update="in_backward" updates parameters only in forward_backward, but backward() was called on '
-                f"outputs of a forward. Call forward_backward with a loss for each microbatch, or:\n    {_IN_PLACE}"
+                'update="in_backward" updates parameters only in forward_backward, but backward() was called after a '
+                f"forward. Call forward_backward with a loss per microbatch, or keep the gradients:\n    {_IN_PLACE}"
             )
         coming = dict(gradients)
         gradients.clear()
@@ -189,7 +189,7 @@ class _Steps:
         self._found: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
 
     def complete(self, layer: int, gradients: Landed) -> dict[nn.Parameter, torch.Tensor]:
-        """Add gradients of a layer; return those that are now complete, summed over all layers with the parameter."""
+        """Add gradients of a layer; return the sum for each parameter whose layers have all added their gradients."""
         for parameter, (gradient, _) in gradients.items():
             self._found.setdefault(parameter, {})[layer] = gradient.to(dtype_of_gradient(parameter))
         found = {}
@@ -222,8 +222,8 @@ def _watch_scalers() -> None:
     def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
         if self.is_enabled() and any(store._current is not None for store in list(_STORES)):
             raise ConfigError(
-                f'update="in_backward" uses each gradient as soon as it is computed, so {type(self).__name__} could '
-                f"not divide gradients by its scale. Train in bfloat16 without a scaler, or:\n    {_IN_PLACE}"
+                f'update="in_backward" uses each gradient immediately, so {type(self).__name__} could not divide '
+                f"gradients by its scale. Train in bfloat16 without a scaler, or keep the gradients:\n    {_IN_PLACE}"
             )
         return plain(self, outputs)
 

@@ -39,7 +39,7 @@ Update: TypeAlias = Literal["masters", "in_place", "in_backward"]  # which weigh
 
 def resized_late() -> ConfigError:
     return ConfigError(
-        "The optimizer works on copies of the parameters (optim_dtype), which have the old size. Resize first:\n    "
+        "Parameters cannot be resized now, because the tensors of the optimizer have the old size. Resize first:\n    "
         "model.resize_token_embeddings(...)\n    pipeline = wrap_model_to_roundpipe(model, optim_dtype=...)"
     )
 
@@ -199,7 +199,7 @@ class ParameterStore:
         """Move the optimizer state of a parameter, for example to a disk; by default, do nothing."""
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """If torch cannot run an optimizer's step, run it here; return the optimizer that torch steps afterwards."""
+        """Run an optimizer step that torch cannot run; return the optimizer that torch steps after this call."""
         return widened(optimizer, args, kwargs)
 
     def land(self, layer: int, gradients: Landed) -> Landed:

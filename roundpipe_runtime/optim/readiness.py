@@ -20,7 +20,7 @@ from ..errors import StageError
 
 @dataclasses.dataclass(slots=True)
 class LayerReadiness:
-    """The version of one layer's parameters, the number of stages that read them, and whether a step replaces them.
+    """Decides when stages may read one layer's parameters, and when an optimizer step may replace them.
 
     >>> layer = LayerReadiness()
     >>> layer.start_read(0); layer.can_write(1); layer.end_read(); layer.can_write(1)
@@ -42,7 +42,7 @@ class LayerReadiness:
         self.readers += 1
 
     def end_read(self) -> None:
-        _require(self.readers > 0, "no stage reads it", self)
+        _require(self.readers > 0, "no stage reads them", self)
         self.readers -= 1
 
     def can_write(self, version: int) -> bool:
@@ -56,12 +56,12 @@ class LayerReadiness:
 
     def end_write(self, *, done: bool = True) -> None:
         """End the write of the next version; unless ``done`` is true, the previous version stays current."""
-        _require(self.writing, "no step writes it", self)
+        _require(self.writing, "no step replaces them", self)
         self.writing = False
         self.version += done
 
     def hold(self, version: int) -> None:
-        _require(version >= self.version, f"version {version} is gone", self)
+        _require(version >= self.version, f"version {version} was already replaced", self)
         self.holds[version] = self.holds.get(version, 0) + 1
 
     def let_go(self, version: int) -> None:
@@ -73,11 +73,11 @@ class LayerReadiness:
 
 def _require(allowed: bool, problem: str, layer: LayerReadiness) -> None:
     if not allowed:
-        raise StageError(f"Parameter versions of a layer: {problem}. Found {layer}.")
+        raise StageError(f"A layer's parameters were read or replaced out of order: {problem}. State: {layer}.")
 
 
 class ReadinessTable:
-    """Makes stages wait for a version of a layer's parameters, and optimizer steps until no stage reads the layer."""
+    """Makes stages wait for updated parameters of a layer, and makes updates wait until no stage reads the layer."""
 
     def __init__(self, num_layers: int) -> None:
         self._layers = [LayerReadiness() for _ in range(num_layers)]

@@ -422,7 +422,7 @@ class LayerSteps:
         if any(left.intersection(map(id, self._targets[layer])) for layer in self._released):
             obstacle = f"{name} updates parameters that were already updated in this step."
         elif any(argument is not None for argument in (*args[1:], *kwargs.values())):
-            obstacle = f"the step of {name} was given a closure."
+            obstacle = f"The step of {name} was given a closure."
         elif other_post_hooks(optimizer):
             obstacle = f"{name} has hooks that run after its step."
         elif not left <= self._in_layers:

@@ -192,7 +192,7 @@ def check_mesh(mesh: Any) -> None:
     if mesh.ndim > 2:
         raise ConfigError(
             f"mesh has {mesh.ndim} axes. Use one axis for shards of the optimizer state, or two axes: the first for "
-            f"copies of all shards, and the second for the shards of a copy:{line}"
+            f"copies of the optimizer state, and the second for the shards of each copy:{line}"
         )
     if dist.get_rank() not in mesh.mesh.flatten().tolist():
         raise ConfigError(f"The mesh {mesh.mesh.tolist()} lacks this rank, {dist.get_rank()}. Use all ranks:{line}")

@@ -132,8 +132,8 @@ class RankCalls(OneGroup):
         self.replicas = ranks.size if replicas is None else replicas
         if self.replicas < ranks.size:
             raise errors.ConfigError(
-                f"replicas={self.replicas} groups of rows are too few for {ranks.size} ranks: some ranks would have no "
-                f"rows. Start fewer processes, or give RoundPipe(..., replicas={ranks.size})."
+                f"replicas={self.replicas} makes {self.replicas} groups of rows, too few for {ranks.size} ranks: some "
+                f"ranks would have no rows. Start fewer processes, or pass RoundPipe(..., replicas={ranks.size})."
             )
         self.is_first = ranks.rank == 0
         self._is_deferred = self._is_closed = False

@@ -294,7 +294,7 @@ def test_lbfgs_runs_before_the_call_returns_and_a_warning_names_it(wrap):
         return [p.detach().clone() for p in trained.pipe.optim_parameters()]
 
     expected = three_steps(False)
-    with pytest.warns(RoundPipeWarning, match="the step of LBFGS was given a closure"):
+    with pytest.warns(RoundPipeWarning, match="The step of LBFGS was given a closure"):
         assert same_bits(three_steps("exact"), expected)
 
 

@@ -315,7 +315,7 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_the_rules_forbid_raises(wrong):
-    with pytest.raises(StageError, match="Parameter versions of a layer"):
+    with pytest.raises(StageError, match="were read or replaced out of order"):
         wrong(LayerReadiness())
 
 

@@ -113,7 +113,7 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
     ([3, 3, 2, 2], [1, 1], [0])
     """
     if type(num_microbatch) is not int or num_microbatch < 1:
-        raise ConfigError(f"num_microbatch must be a number of at least 1, found {num_microbatch!r}.")
+        raise ConfigError(f"num_microbatch must be a whole number of at least 1, found {num_microbatch!r}.")
     count = max(1, min(batch, num_microbatch))
     rows, larger = divmod(batch, count)
     return [rows + (index < larger) for index in range(count)]

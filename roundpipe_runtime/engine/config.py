@@ -142,7 +142,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "output_device": (_is_device, 'a torch.device, like "cpu"'),
     "preserve_rng_state": (lambda v: type(v) is bool, "True, False or None"),
     "recompute_grain": (lambda v: v in ("stage", "layer"), '"stage" or "layer"'),
-    "num_microbatch": (lambda v: type(v) is int and v >= 1, "a number of at least 1"),
+    "num_microbatch": (lambda v: type(v) is int and v >= 1, "a whole number of at least 1"),
     "split_input": (_is_spec, "(spec of args, spec of kwargs), a mapping from key paths or a function"),
     "split_label": (_is_spec, "a tree of TensorChunkSpec and Replicate or a function"),
     "merge_output": (
@@ -150,7 +150,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "True, False, a tree of TensorChunkSpec and Replicate, or a function",
     ),
     "execute_plan": (lambda v: isinstance(v, ModelExecutePlan), "a ModelExecutePlan"),
-    "last_stage_copies": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'a number of at least 1, or "auto"'),
+    "last_stage_copies": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'an integer >= 1, or "auto"'),
     "keep_parameters": (
         lambda v: v == "auto" or (type(v) in (int, float) and v >= 0),
         'a number of GB of at least 0, or "auto"',

@@ -80,7 +80,7 @@ class Settings:
             found, least = getattr(self, name), int(name != "warmup")
             may_be_missing = name not in ("batch", "accumulate", "epochs")
             if not (found is None and may_be_missing) and (type(found) is not int or found < least):
-                raise ConfigError(f"{name} must be a number of at least {least}, found {found!r}.")
+                raise ConfigError(f"{name} must be a whole number of at least {least}, found {found!r}.")
         groups = self.replicas or 1
         if groups > self.batch:
             raise ConfigError(

@@ -30,7 +30,7 @@ def test_a_batch_without_rows_or_tensors_is_one_microbatch():
     (part,) = split((3,), {"mode": "x"}, None, 4)
     assert (part.args, part.rows) == ((3,), 1)
     for count in (0, -1, 1.5, True):
-        with pytest.raises(ConfigError, match="num_microbatch must be a number of at least 1"):
+        with pytest.raises(ConfigError, match="num_microbatch must be a whole number of at least 1"):
             split((rows(4),), {}, None, count)
 
 

@@ -43,9 +43,9 @@ def test_steps_come_from_epochs_unless_they_are_given(options, expected):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch": 0}, "batch must be a number of at least 1, found 0"),
-        ({"warmup": -1}, "warmup must be a number of at least 0"),
-        ({"eval_every": 1.5}, "eval_every must be a number of at least 1, found 1.5"),
+        ({"batch": 0}, "batch must be a whole number of at least 1, found 0"),
+        ({"warmup": -1}, "warmup must be a whole number of at least 0"),
+        ({"eval_every": 1.5}, "eval_every must be a whole number of at least 1, found 1.5"),
         ({"lr": 0.0}, "lr must be a number above 0"),
         ({"lr": -1.0}, "lr must be a number above 0"),
         ({"lr": math.inf}, "lr must be a number above 0"),

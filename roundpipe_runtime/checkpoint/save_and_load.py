@@ -134,7 +134,7 @@ def save_checkpoint(
     """
     need_safetensors()
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"save_checkpoint: keep must be a whole number of at least 1, or None for all, found {keep!r}.")
+        raise ConfigError(f"save_checkpoint: keep must be a whole number of at least 1, or None, found {keep!r}.")
     if not isinstance(data, (dict, type(None))):
         raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
     for _, pipeline in model_state.pipelines_of(model) if is_async else ():

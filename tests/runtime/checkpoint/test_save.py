@@ -225,7 +225,7 @@ def test_tensors_that_share_memory_are_stored_apart(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(({"keep": keep}, "keep must be a whole number of at least 1, or None for all") for keep in (0, -1, True, "2")),
+        *(({"keep": keep}, "keep must be a whole number of at least 1, or None") for keep in (0, -1, True, "2")),
         ({"data": 3}, "data must be a dictionary, found int"),
     ],
 )

@@ -125,10 +125,8 @@ class RoundPipeRunConfig:
 
 
 def _is_device(value: Any) -> bool:
-    if isinstance(value, torch.device):
-        return True
     try:
-        return isinstance(value, str) and torch.device(value) is not None
+        return isinstance(value, torch.device | str) and torch.device(value) is not None
     except RuntimeError:
         return False
 
@@ -215,8 +213,7 @@ def check_compile_options(given: object) -> Mapping[str, Any] | None:
     if mode in _WITH_GRAPHS:
         raise ConfigError(
             f"compile: mode={mode!r} records the addresses of parameters in CUDA graphs, but a pipeline loads its "
-            "layers to new addresses."
-            ' Use mode="max-autotune-no-cudagraphs", or leave mode out.'
+            'layers to new addresses. Use mode="max-autotune-no-cudagraphs", or leave mode out.'
         )
     if given.get("dynamic", True) is None:
         raise ConfigError(

@@ -104,13 +104,11 @@ def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> fl
 
 
 def typical(found: Digest) -> float:
-    root: float = max(math.prod(found.shape), 1) ** 0.5
-    return found.norm / root
+    return found.norm / float(max(math.prod(found.shape), 1) ** 0.5)
 
 
 def _norm(values: torch.Tensor) -> float:
-    found: float = torch.linalg.vector_norm(values, dtype=torch.float64).item() if values.numel() else 0.0
-    return found
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) if values.numel() else 0.0
 
 
 def _summed(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -153,14 +151,13 @@ def digest_outputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     # the digests stay on the device of the outputs, because a copy to the host would wait for the device
     found = []
     with torch.no_grad():
-        for tensor in tensors:
-            if is_digested(tensor):
-                rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
-                factor = _FACTORS.get(rows.dtype, _USUAL_FACTOR)
-                within = rows @ (_signs(rows.shape[1], _OUTPUT_SUMS, rows) * factor)
-                sums = (within * _signs(rows.shape[0], _OUTPUT_SUMS, rows)).sum(0, dtype=torch.float64) / factor
-                norm = torch.linalg.vector_norm(rows, dtype=torch.float64).reshape(1)
-                found.append(torch.cat([sums, norm]))
+        for tensor in filter(is_digested, tensors):
+            rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+            factor = _FACTORS.get(rows.dtype, _USUAL_FACTOR)
+            within = rows @ (_signs(rows.shape[1], _OUTPUT_SUMS, rows) * factor)
+            sums = (within * _signs(rows.shape[0], _OUTPUT_SUMS, rows)).sum(0, dtype=torch.float64) / factor
+            norm = torch.linalg.vector_norm(rows, dtype=torch.float64).reshape(1)
+            found.append(torch.cat([sums, norm]))
     return found
 
 

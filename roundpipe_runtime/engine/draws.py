@@ -335,12 +335,10 @@ def held_generators(code: object) -> list[Generator]:
             if name not in _OF_MODULES:
                 values = value.values() if isinstance(value, dict) else value
                 for one in values if isinstance(value, (dict, list, tuple)) else (value,):
-                    generator = _as_generator(one)
-                    if generator is not None:
+                    if (generator := _as_generator(one)) is not None:
                         found[generator.key] = generator
-    for one in process_generators():
-        found.pop(one.key, None)
-    return [one for one in found.values() if one.key != id(torch.default_generator)]
+    shared = {id(torch.default_generator), *(one.key for one in process_generators())}
+    return [one for one in found.values() if one.key not in shared]
 
 
 def _as_generator(value: object) -> Generator | None:

@@ -30,7 +30,7 @@ from .lifecycle import EngineOptions, RunLifecycle, in_two_passes
 from .loss_check import LossChecks, Sample, on_host
 from .one_group import Call, Cutting, OneGroup, PinnedCopies, host_value, merge_outputs
 from .rows import RowCheck, RowTrial, few_rows, set_apart
-from .run import Run
+from .run import Run, arrived
 
 _FEW = 3  # rows of a sample for the check of a loss
 
@@ -193,9 +193,8 @@ class Engine(RunLifecycle):
         """Find how the losses of microbatches add up to the batch's loss; ``None`` if the rows are too few to test."""
         microbatches = [one for part in parts for one in part]
         stated = config.loss_reduction or "auto"
-        is_split = len(microbatches) > 1 or (
-            self.groups.replicas > 1 and sum(one.rows or 0 for one in microbatches) > 1
-        )
+        rows = sum(one.rows or 0 for one in microbatches)
+        is_split = len(microbatches) > 1 or (self.groups.replicas > 1 and rows > 1)
         if not is_split:  # one microbatch needs no weights, and one row proves nothing; other ranks may have more rows
             return None if stated == "auto" else "mean" if stated == "mean" else "sum"
         samples = partial(self._samples, batch, microbatches, config)
@@ -330,8 +329,7 @@ class _Pipeline(torch.autograd.Function):
                     before = totals[id(parameter)]
                     totals[id(parameter)] = gradient if before is None else added(before, gradient)
             engine.commit_backward(run)
-        of_parameters = [totals[id(parameter)] for parameter in ctx.learned]
-        return (None, None, None, None, None, *input_gradients(run, ctx.flags), *of_parameters)
+        return (None, None, None, None, None, *input_gradients(run, ctx.flags), *totals.values())
 
 
 def input_gradients(run: Run, flags: Sequence[Sequence[bool]]) -> list[torch.Tensor | None]:
@@ -339,12 +337,6 @@ def input_gradients(run: Run, flags: Sequence[Sequence[bool]]) -> list[torch.Ten
     copies = run.collected.input_gradients
     pairs = [pair for number, own in enumerate(flags) for pair in zip(own, copies[number], strict=True)]
     return [None if copy is None else arrived(copy) for flag, copy in pairs if flag]
-
-
-def arrived(copy: tuple[torch.Tensor, Any]) -> torch.Tensor:
-    gradient, ready = copy
-    ready.result()
-    return gradient
 
 
 _apply = cast(Callable[..., tuple[torch.Tensor, ...]], _Pipeline.apply)

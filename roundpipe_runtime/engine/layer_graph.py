@@ -41,13 +41,10 @@ class LayerGraph:
     ) -> list[torch.Tensor | None]:
         # gradients: gradients of the outputs, `None` for an output without one
         # run: function that calls its argument, which runs the backward. Default: the backward runs directly.
-        starts, seeds = [], []
-        for exit_, gradient in zip(self.exits, gradients, strict=True):
-            if gradient is not None and exit_.requires_grad:
-                starts.append(exit_)
-                seeds.append(gradient)
-        if starts:
-            run(partial(_go_back, starts, seeds))
+        pairs = zip(self.exits, gradients, strict=True)
+        known = [(exit_, gradient) for exit_, gradient in pairs if gradient is not None and exit_.requires_grad]
+        if known:
+            run(partial(_go_back, *zip(*known, strict=True)))
         return [None if entry is None else entry.grad for entry in self.entries]
 
 
@@ -56,11 +53,11 @@ class LayerGraph:
 _run_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
-def _go_back(starts: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
+def _go_back(starts: tuple[torch.Tensor, ...], seeds: tuple[torch.Tensor, ...]) -> None:
     if _run_engine is None or {type(start) for start in starts} != {torch.Tensor}:
         torch.autograd.backward(starts, seeds)
     else:
-        _run_engine(tuple(starts), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        _run_engine(starts, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Enter(torch.autograd.Function):

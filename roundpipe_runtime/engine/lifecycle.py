@@ -477,13 +477,10 @@ class RunLifecycle:
             self.steps.close()
         finally:
             self.is_closed = True
-            alone = []
             with _DISPATCH:
                 for device in self.devices:
-                    users = _USERS.get(device, weakref.WeakSet())
-                    users.discard(self)
-                    if not users:
-                        alone.append(device)
+                    _USERS[device].discard(self)
+                alone = [device for device in self.devices if not _USERS[device]]
             self.kept.drop()
             for device in alone:
                 device.close()

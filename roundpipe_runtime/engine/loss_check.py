@@ -169,8 +169,7 @@ class Sample:
         for whole, *parts in zip(*self.leaves, strict=True):
             axes: list[int] = []
             if all(isinstance(one, torch.Tensor) and one.dim() == getattr(whole, "ndim", -1) for one in parts):
-                sizes = enumerate(whole.shape)
-                axes = [axis for axis, size in sizes if any(part.shape[axis] != size for part in parts)]
+                axes = [axis for axis, size in enumerate(whole.shape) if any(one.shape[axis] != size for one in parts)]
             is_cut = len(axes) == 1 and sum(part.shape[axes[0]] for part in parts) == whole.shape[axes[0]]
             found.append(axes[0] if is_cut else None)
         return found

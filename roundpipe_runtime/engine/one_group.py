@@ -28,7 +28,7 @@ from ..optim.readiness import ReadinessTable
 from ..optim.step import StepRunner
 from .config import RoundPipeRunConfig
 from .parameters.on_device import Gradients
-from .run import Run
+from .run import Run, arrived
 
 
 class OneGroup:
@@ -170,8 +170,7 @@ def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> Non
     for number, on_host in enumerate(host_values):
         for tensor, copy in zip(on_host.tensors, run.collected.input_gradients.get(number, []), strict=False):
             if copy is not None and tensor.requires_grad:
-                gradient, ready = copy
-                ready.result()
+                gradient = arrived(copy)
                 tensors.append(tensor)
                 gradients.append(gradient.mul_(scale) if scale != 1.0 else gradient)
     if tensors:

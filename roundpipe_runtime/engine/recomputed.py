@@ -6,6 +6,7 @@ or the order of calls. Random generators of NumPy, of Python and in attributes o
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -214,16 +215,13 @@ class _ModuleGenerator:
         self._library.set_rng_state(state, self._device)
 
 
+@dataclasses.dataclass(eq=False)
 class CallState:
     """The kind of one layer call, such as a recomputation, and the data that the layer saves for its recomputation."""
 
-    # kind: a first forward, a forward without recomputation, or a recomputation
-    # data: data that the layer saves in its first forward, and gets in the recomputation
-
-    def __init__(
-        self, kind: Literal["none", "forward", "fused", "recompute"], data: tuple[Any, ...] | None = None
-    ) -> None:
-        self.kind, self.data = kind, data
+    # a first forward, a forward without recomputation, or a recomputation
+    kind: Literal["none", "forward", "fused", "recompute"]
+    data: tuple[Any, ...] | None = None  # data that the layer saves in its first forward, and gets in the recomputation
 
     def restart_generators(self) -> None: ...
 

@@ -125,12 +125,9 @@ class Run:
         gradients = self.collected.gradients
         layers = []
         for layer in sorted(gradients, reverse=True):
-            found: dict[nn.Parameter, torch.Tensor] = {}
             is_late = layer == len(self.spec.contents) and scale not in (0.0, 1.0)
-            for parameter, (gradient, ready) in gradients[layer].items():
-                ready.result()
-                found[parameter] = gradient.mul_(scale) if is_late else gradient
-            layers.append(found)
+            found = {parameter: arrived(copy) for parameter, copy in gradients[layer].items()}
+            layers.append({p: gradient.mul_(scale) for p, gradient in found.items()} if is_late else found)
         self.store.add_gradients(layers)
         gradients.clear()
 
@@ -181,8 +178,7 @@ class RunSpec:
 
     @functools.cached_property
     def nbytes(self) -> list[tuple[int, int]]:
-        trained = [[parameter for parameter in one.parameters() if parameter.requires_grad] for one in self.contents]
-        return [(one.nbytes(), sum(map(one.nbytes_of, own))) for one, own in zip(self.contents, trained, strict=True)]
+        return [(c.nbytes(), sum(c.nbytes_of(p) for p in c.parameters() if p.requires_grad)) for c in self.contents]
 
     def stage_nbytes(self, stage: Stage) -> int:
         found = [self.nbytes[layer] for layer in stage.layers]
@@ -201,6 +197,12 @@ RUNS_AGAIN = "_rp_runs_again"
 
 # Gradients of the tensors between two stages, on the host; ``None`` for a tensor without one.
 Copies: TypeAlias = list[tuple[torch.Tensor, Event] | None]
+
+
+def arrived(copy: tuple[torch.Tensor, Event]) -> torch.Tensor:
+    tensor, ready = copy
+    ready.result()
+    return tensor
 
 
 @dataclasses.dataclass
@@ -253,16 +255,12 @@ class WrittenBuffers:
         self._trail.setdefault(layer, []).append(written)
 
     def before(self, layer: int, microbatch: int) -> Buffers:
-        trail = self._trail.get(layer)
-        if not trail:
-            return {}
+        trail = self._trail.get(layer, [])
         slots = self._contents[layer].buffers
-        found: Buffers = {}
-        for number in sorted({number for written in trail for number in written}):
-            start = self._at_start.get((layer, number), slots[number].tensor)
-            found[number] = (start, NOW)
-            for written in trail[:microbatch]:
-                found[number] = written.get(number, found[number])
+        numbers = sorted({number for written in trail for number in written})
+        found: Buffers = {n: (self._at_start.get((layer, n), slots[n].tensor), NOW) for n in numbers}
+        for written in trail[:microbatch]:
+            found |= written
         return found
 
     def check(self) -> None:
@@ -285,8 +283,7 @@ class WrittenBuffers:
         for claimed in places.values():
             changed = []
             for layer, number in claimed if len(claimed) > 1 else ():
-                value, ready = self._final[layer][number]
-                ready.result()
+                value = arrived(self._final[layer][number])
                 before = self._contents[layer].buffers[number].tensor
                 if value.dtype != before.dtype or not torch.equal(value, before):
                     changed.append((layer, number))
@@ -295,13 +292,8 @@ class WrittenBuffers:
             yield from ((layer, number, changed[0][0]) for layer, number in changed)
 
     def final(self) -> dict[tuple[int, int], torch.Tensor]:
-        found = {}
-        for layer, number, writer in self._written():
-            if layer == writer:
-                value, ready = self._final[layer][number]
-                ready.result()
-                found[layer, number] = value
-        return found
+        own = [(layer, number) for layer, number, writer in self._written() if layer == writer]
+        return {(layer, number): arrived(self._final[layer][number]) for layer, number in own}
 
     def keep_start(self) -> None:
         for layer, written in self._final.items():
@@ -338,8 +330,6 @@ _MANY = 2**24
 
 
 def shared_views(outputs: Sequence[torch.Tensor], title: str) -> Shared:
-    if len(outputs) < 2:
-        return {}
     places: dict[int, list[int]] = {}
     for number, tensor in enumerate(outputs):
         if tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):

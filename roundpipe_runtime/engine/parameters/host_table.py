@@ -50,9 +50,8 @@ class HostTable(torch.Tensor):
 
     @staticmethod
     def __new__(cls, access: TableAccess, *, requires_grad: bool) -> HostTable:
-        source = access.source
         made: HostTable = make_wrapper_subclass(
-            cls, source.shape, dtype=access.dtype, device=access.torch_device, requires_grad=requires_grad
+            cls, access.source.shape, dtype=access.dtype, device=access.torch_device, requires_grad=requires_grad
         )
         made.access = access
         made._is_param = True  # torch recognizes a parameter by this
@@ -280,8 +279,7 @@ class _Product(torch.autograd.Function):
         access: TableAccess = ctx.access
         slope, flat = gradient.reshape(-1, gradient.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
         of_hidden = torch.zeros_like(flat, dtype=wide(flat.dtype)) if ctx.needs_input_grad[0] else None
-        needs_part = of_hidden is not None
-        for place, part in access.slices(ctx.rows) if needs_part or ctx.needs_input_grad[1] else ():
+        for place, part in access.slices(ctx.rows) if any(ctx.needs_input_grad[:2]) else ():
             columns = slope[:, place]
             if of_hidden is not None:
                 of_hidden += columns @ part.to(columns.dtype)

@@ -69,16 +69,14 @@ class LayerOnDevice:
         for parameter in contents.parameters():
             dtype = gradient_dtype(parameter)
             if id(parameter) in contents.tables:
-                made = self._stand_in(parameter, source(parameter), dtype, memory)
-                self._parameters[id(parameter)] = self._with_attributes(made, parameter)
-                continue
-            if is_composite(parameter):
+                copy = self._stand_in(parameter, source(parameter), dtype, memory)
+            elif is_composite(parameter):
                 copy = rebuilding.parameter(parameter)
                 copy.__dict__[LAYER_TITLE] = self.title
             else:
                 copy = self._copy_parameter(parameter, source(parameter), version)
             self._parameters[id(parameter)] = copy
-            if dtype != sent_dtype(parameter):
+            if id(parameter) not in contents.tables and dtype != sent_dtype(parameter):
                 self._wide[id(parameter)] = dtype
         self._places = [
             (slot.owner, slot.name, self._parameters[id(slot.parameter)], slot.parameter) for slot in contents.slots
@@ -104,11 +102,8 @@ class LayerOnDevice:
 
     def _copy_parameter(self, parameter: nn.Parameter, source: torch.Tensor, version: int) -> nn.Parameter:
         dtype = sent_dtype(parameter)
-        upload: Callable[[torch.Tensor], torch.Tensor] = self._upload
-        if dtype == source.dtype:
-            upload = self.partial.reserve(parameter, self._kept.count) or upload
-        else:
-            upload = partial(self._upload, dtype=dtype)
+        reserve = self.partial.reserve(parameter, self._kept.count) if dtype == source.dtype else None
+        upload = reserve or partial(self._upload, dtype=dtype)
         uploaded, stays = self._kept.upload(self.device, parameter, source, version, upload)
         if not stays:
             self._memory.append(uploaded)
@@ -131,7 +126,8 @@ class LayerOnDevice:
             count=self._kept.count,
             dtype=sent_dtype(parameter),
         )
-        return cast(nn.Parameter, HostTable(access, requires_grad=parameter.requires_grad))
+        made = cast(nn.Parameter, HostTable(access, requires_grad=parameter.requires_grad))
+        return self._with_attributes(made, parameter)
 
     def _with_attributes(self, copy: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
         if type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter):
@@ -266,8 +262,7 @@ class LayerOnDevice:
         popped = []
         for parameter in self.contents.parameters():
             copy, found = self._parameters[id(parameter)], self._apart.get(id(parameter), [])
-            if copy.grad is not None:
-                _move_gradient(found, copy)
+            _move_gradient(found, copy)
             popped.append(found.copy())
             found.clear()
         return popped
@@ -328,8 +323,7 @@ class LayerOnDevice:
             else:
                 of_table.result()
                 found[parameter] = of_table.total.to(dtype(parameter)), NOW
-        while totals:  # popped, so that each tensor is freed when its copy ends
-            parameter = next(iter(totals))
+        for parameter in [*totals]:  # popped, so that each tensor is freed when its copy ends
             total = totals.pop(parameter)
             if dtype is not None and total.dtype != dtype(parameter):
                 with self.device.computing(self.ready):

@@ -27,7 +27,7 @@ from torch import nn
 from yobx_flatten.core.private_names.of_torch import grouped_products, pytree
 
 from ...device.protocol import Device
-from ...optim.layer_contents import LayerContents, ParameterSlot
+from ...optim.layer_contents import LayerContents
 from .host_table import ParametersOnDemand
 
 Runs: TypeAlias = Sequence[tuple[int, int]]  # consecutive rows, as (start, stop)
@@ -181,7 +181,6 @@ class RoutedParameters:
     ) -> PartialPlan:
         # size: kind of the run and size of its inputs, since reads differ between these
         # source: function that returns the tensor that a parameter is copied from
-        by_rows: dict[int, bool] = {}
         groups: dict[int, Group] = {}
         for layer in contents:
             # groups are found again when the layer's parameters change
@@ -197,11 +196,10 @@ class RoutedParameters:
                 if self._shares.get((group, size), 0.0) > MOST_READ and not is_look:
                     continue
                 if all(_is_plain(parameter, source(parameter)) for parameter in members):
-                    for parameter in members:
-                        by_rows[id(parameter)] = is_stacked
-                        groups[id(parameter)] = group
-        if not by_rows:
+                    groups |= dict.fromkeys(map(id, members), group)
+        if not groups:
             return NOTHING_PARTIAL
+        by_rows = {key: is_stacked for key, (_, _, is_stacked) in groups.items()}
         return PartialPlan(by_rows, is_look, lambda tables: self._note(tables, groups, size))
 
     def _note(self, tables: Mapping[int, TableReader], groups: Mapping[int, Group], size: Hashable) -> None:
@@ -430,7 +428,7 @@ class PartialLayer:
         """In the with block, copy each parameter to the device as soon as an operation reads it."""
         swapped: list[tuple[nn.Module, dict[str, Any], ParametersOnDemand]] = []
         unread = {key: found for key, found in self._tables.items() if not found[0].is_read}
-        whole: dict[int, list[ParameterSlot]] = {}
+        whole: dict[int, tuple[nn.Module, dict[str, Callable[[], None]]]] = {}
         for slot in self._contents.slots if unread else ():
             table, copy = unread.get(id(slot.parameter), (None, None))
             if table is None or copy is None:
@@ -441,14 +439,11 @@ class PartialLayer:
                     stand = self._stands[id(copy)] = stand_for(copy, table, self._known, is_proved=self._plan.is_look)
                 slot.owner._parameters[slot.name] = stand  # type: ignore[assignment] # isinstance() treats it as one
             else:
-                whole.setdefault(id(slot.owner), []).append(slot)
-        for slots in whole.values():
-            owner = slots[0].owner
-            fetch = {slot.name: unread[id(slot.parameter)][0].fetch_all for slot in slots}
-            before = owner._parameters
-            standing = ParametersOnDemand(before, fetch)
+                whole.setdefault(id(slot.owner), (slot.owner, {}))[1][slot.name] = table.fetch_all
+        for owner, fetch in whole.values():
+            standing = ParametersOnDemand(owner._parameters, fetch)
+            swapped.append((owner, owner._parameters, standing))
             owner.__dict__["_parameters"] = standing
-            swapped.append((owner, before, standing))
         try:
             yield
         finally:

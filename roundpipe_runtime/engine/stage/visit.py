@@ -110,41 +110,39 @@ class Visit:
             self.run.mailbox.put(("activation", stop, microbatch), self._send(values, last=True, copies=copies))
 
     def _fused(self, microbatch: int) -> None:
-        values = self._open(self._take_input(microbatch))
-        graphs = []
-        for layer in self.stage.layers:
-            values, graph = self._call(layer, microbatch, values, "fused")
-            graphs.append(graph)
+        values, graphs = self._through(self.stage.layers, microbatch, self._open(self._take_input(microbatch)), "fused")
         if self.spec.keep_outputs:
             self.collected.outputs[microbatch] = self._send(values)
         gradients = self._loss(microbatch, values)
-        self._go_back(microbatch, graphs, gradients)
+        self._hand_back(microbatch, self._go_back(microbatch, graphs, gradients))
 
     def _backward(self, microbatch: int) -> None:
         # Wait for the gradients before the recomputation, whose activations would take memory meanwhile.
         self.place.doing = "the upload of gradients"
         self.generator.cpu_state = None
-        layers = self.stage.layers
+        layers, saved = self.stage.layers, self.collected.saved
         key = "gradient", layers[-1] + 1, microbatch
         gradients = [None if pair is None else self.device.copy_in(*pair) for pair in self.run.mailbox.take(key)]
-        if self.spec.recompute_grain == "layer":
-            for layer in reversed(layers):
-                values = self._open(self.collected.saved.pop((layer, microbatch)))
-                _, graph = self._call(layer, microbatch, values, "recompute")
-                gradients = self._back_through(microbatch, graph, gradients)
-            self._hand_back(microbatch, gradients)
-            return
-        values = self._open(self.collected.saved.pop((layers[0], microbatch)))
+        for span in [[layer] for layer in reversed(layers)] if self.spec.recompute_grain == "layer" else [layers]:
+            _, graphs = self._through(span, microbatch, self._open(saved.pop((span[0], microbatch))), "recompute")
+            gradients = self._go_back(microbatch, graphs, gradients)
+        self._hand_back(microbatch, gradients)
+
+    def _through(
+        self, layers: Sequence[int], microbatch: int, values: Values, kind: CallKind
+    ) -> tuple[Values, list[LayerGraph]]:
         graphs = []
         for layer in layers:
-            values, graph = self._call(layer, microbatch, values, "recompute")
+            values, graph = self._call(layer, microbatch, values, kind)
             graphs.append(graph)
-        self._go_back(microbatch, graphs, gradients)
+        return values, graphs
 
-    def _go_back(self, microbatch: int, graphs: list[LayerGraph], gradients: list[torch.Tensor | None]) -> None:
+    def _go_back(
+        self, microbatch: int, graphs: list[LayerGraph], gradients: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         while graphs:  # popped, so that the graph of a layer is freed right after its use
             gradients = self._back_through(microbatch, graphs.pop(), gradients)
-        self._hand_back(microbatch, gradients)
+        return gradients
 
     def _back_through(
         self, microbatch: int, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
@@ -223,11 +221,12 @@ class Visit:
             self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
         if kind == "forward" and self.spec.kind != "infer" and resident.contents.buffers:
             self.collected.buffers.follow(layer, resident.changed_buffers())
-        if self.spec.looks and self.spec.kind != "infer":
-            self._look(resident, microbatch, kind, result, exits)
-        elif kind != "forward" and microbatch == 0 and layer + 1 == self.spec.span.stop:
-            # in each run: auxiliary loss terms depend on the batch
+        looks = self.spec.looks and self.spec.kind != "infer"
+        # of the last layer in each run: auxiliary loss terms depend on the batch
+        if kind != "forward" and (looks or (microbatch == 0 and layer + 1 == self.spec.span.stop)):
             check_leaves(resident.contents, exits, result.entries, resident.parameters(), self.spec.contents)
+        if looks and kind != "fused" and self.spec.preserve_rng_state:
+            self._look(resident, microbatch, kind, exits)
         flags = [tensor.requires_grad for tensor in exits]
         return Values(structure, results, flags), LayerGraph(layer, result.entries, exits)
 
@@ -252,15 +251,9 @@ class Visit:
                 if kind == "forward" and self.spec.kind != "infer":
                     self.collected.attributes[key] = before
 
-    def _look(
-        self, resident: LayerOnDevice, microbatch: int, kind: CallKind, result: LayerCall, exits: Sequence[torch.Tensor]
-    ) -> None:
-        """Check that recomputed outputs are unchanged, and that gradients reach only tensors of the layer."""
+    def _look(self, resident: LayerOnDevice, microbatch: int, kind: CallKind, exits: Sequence[torch.Tensor]) -> None:
+        """Check that recomputed outputs are unchanged."""
         key = resident.contents.index, microbatch
-        if kind != "forward":
-            check_leaves(resident.contents, exits, result.entries, resident.parameters(), self.spec.contents)
-        if kind == "fused" or not self.spec.preserve_rng_state:
-            return
         with self.device.computing(resident.ready):
             found = [  # copies are not urgent: they are only read when the layer is recomputed
                 (one, NOW) if one.device.type == "cpu" else self.device.copy_out(one, last=True, parameter=True)
@@ -281,7 +274,7 @@ class Visit:
         self.device.use(values.tensors)
         index = resident.contents.index
         shared = None if kind == "recompute" else self.collected.shared.pop((index - 1, microbatch), None)
-        versions = [] if not shared else [values.tensors[number]._version for number in shared]
+        versions = {} if not shared else {number: values.tensors[number]._version for number in shared}
         result = LayerCall(self.run, resident, microbatch, values, kind, self.generator, data)
         result.run()
         structure, exits = flatten_value(result.output, what=f"the output of {resident.title}")
@@ -289,8 +282,7 @@ class Visit:
         same = [id(tensor) for tensor in values.tensors]
         results = [plain(t) if t.requires_grad or id(t) not in same else t for t in exits]
         if shared:
-            now = [values.tensors[number]._version for number in shared]
-            written = [number for number, one, other in zip(shared, versions, now, strict=True) if one != other]
+            written = [number for number, before in versions.items() if values.tensors[number]._version != before]
             check_writes(shared, written, resident.title)
         if len(exits) > 1 and kind != "recompute":
             numbers = {id(tensor): number for number, tensor in enumerate(result.entered)}

@@ -1,4 +1,6 @@
-"""Store gradients and outputs for a later comparison: all values, or random projections of a large tensor.
+"""Compare outputs and gradients of layers: of all rows with those of parts, and repeated ones with earlier ones.
+
+A digest of a gradient or an output has all values, or random projections of a large tensor.
 
 A projection is a weighted sum of a gradient's values with random factors, equal for all gradients of one size. The mean
 square of the differences between projections of two gradients estimates the squared norm of the gradients' difference
@@ -12,11 +14,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from yobx_flatten.core.compare import tolerance
+from yobx_flatten.core.private_names.of_torch import pytree
+from yobx_flatten.registry.recipe.aliases import PyTree
 
 from ..errors import StageError
 
@@ -190,4 +195,122 @@ def check_repeated(
         "If the layer draws from a random generator, make the generator an attribute of the layer. If the layer counts "
         "calls or reads a clock, save the value that differs:\n    if doing_recompute():\n"
         "        (mask,) = get_recompute_data()\n    else:\n        mask = ...; save_for_recompute(mask)"
+    )
+
+
+# Rounding may change integers that are derived from floating-point numbers, so this share of them may differ.
+_CHOSEN = 0.02
+
+# Compare the results for some rows at once with the results for parts of these rows.
+#
+#     rows 0 to 2        hidden (3, 7, 8)    similarity (3, 3)    loss ()      scale (8,)
+#     rows 0 and 1              (2, 7, 8)               (2, 2)         ()            (8,)
+#     row 2                     (1, 7, 8)               (1, 1)         ()            (8,)
+#     equal?             joined, yes         no: pairs        a mean, a sum    equal, or a mean
+#
+# The row axis is the axis along which the sizes of the parts add up to the size for all rows.
+
+
+def mixes_rows(
+    whole: PyTree,
+    parts: Sequence[PyTree],
+    rows: Sequence[int],
+    coarsest: torch.dtype | None = None,
+    share: float = 1.0,
+) -> bool:
+    """Report whether results for all rows together differ by more than rounding from results for parts of the rows.
+
+    >>> x = torch.arange(6.0).reshape(3, 2)
+    >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])
+    (False, True)
+    """
+    # coarsest: lowest-precision dtype of the computation. Default: the dtypes of the leaves.
+    # share: factor of the tolerance for 32 bits and more
+    columns: list[Sequence[object]] = []
+    pair_leaves([whole, *parts], columns, sum(rows))
+    tensors = [c for c in columns if all(isinstance(one, torch.Tensor) and not one.is_nested for one in c)]
+    close = functools.partial(is_close, coarsest=coarsest, share=share)
+    return any(_mixed([t.detach().cpu() for t in c if isinstance(t, torch.Tensor)], rows, close) for c in tensors)
+
+
+def pair_leaves(trees: Sequence[PyTree], columns: list[Sequence[object]], count: int) -> Any:
+    """Add each leaf of the results for all rows, with the leaves for the parts, to ``columns``."""
+    # trees: results for all rows, then for each part; count: number of rows
+    # returns: whether a leaf has rows; for a container, a list with an entry per child. A list whose lengths for the
+    # parts add up to its length for all rows, such as one tensor per image, is paired item by item, and has rows.
+    flat = [*map(_children, trees)]
+    (items, spec), *parts = flat
+    if all(other == spec for _, other in parts):
+        if len(items) != 1 or items[0] is not trees[0]:
+            return [pair_leaves(column, columns, count) for column in zip(*(held for held, _ in flat), strict=True)]
+        columns.append(trees)
+        return rows_of(trees[0], trees[-1], count) is not None
+    held = [item for part, _ in parts for item in part]
+    if not isinstance(trees[0], (list, tuple)) or len(held) != len(items):
+        return False
+    for pair in zip(items, held, strict=True):
+        pair_leaves(pair, columns, count)
+    return True
+
+
+def _children(tree: PyTree) -> tuple[list[PyTree], pytree.TreeSpec]:
+    return pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
+
+
+def leaves_with_rows(tree: PyTree, has_rows: Any) -> Iterator[torch.Tensor]:
+    # has_rows: result of `pair_leaves`
+    if isinstance(has_rows, list):
+        for child, held in zip(_children(tree)[0], has_rows, strict=True):
+            yield from leaves_with_rows(child, held)
+    elif has_rows:
+        yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def rows_of(whole: object, part: object, count: int) -> int | None:
+    """Return the axis of the rows: the only axis along which the sizes of ``whole`` and ``part`` differ."""
+    if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor) or whole.dim() != part.dim():
+        return None
+    axes = [axis for axis, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other]
+    return axes[0] if len(axes) == 1 and whole.shape[axes[0]] == count else None
+
+
+def taken(value: object, axis: int | None, order: Sequence[int]) -> Any:
+    if axis is None or not isinstance(value, torch.Tensor):
+        return value
+    return value.index_select(axis, torch.tensor(list(order), device=value.device))
+
+
+def _mixed(column: Sequence[torch.Tensor], rows: Sequence[int], is_close: Callable[..., bool]) -> bool:
+    whole, *parts = column
+    if any(one.dim() != whole.dim() or one.dtype != whole.dtype for one in parts) or whole.numel() == 0:
+        return False
+    axes = [axis for axis, size in enumerate(whole.shape) if any(one.shape[axis] != size for one in parts)]
+    if not axes:
+        if not whole.is_floating_point():
+            return False  # a number of rows or tokens, or a position
+        stacked = torch.stack([one.double() for one in parts])
+        shares = torch.tensor(rows[: len(parts)], dtype=torch.float64).reshape(-1, *[1] * whole.dim())
+        mean, total = (stacked * (shares / shares.sum())).sum(0), stacked.sum(0)
+        return not any(is_close(one.to(whole.dtype), whole) for one in (*parts, mean, total))
+    if len(axes) == 1:
+        (axis,) = axes
+        is_joined = sum(one.shape[axis] for one in parts) == whole.shape[axis]
+        return is_joined and not is_close(torch.cat(parts, axis), whole)
+    # pairs of rows: each is compared only within its own part
+    return all([one.shape[axis] for one in column] == [sum(rows), *rows] for axis in axes)
+
+
+def is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype | None, share: float = 1.0) -> bool:
+    if not expected.is_floating_point() and not expected.is_complex():
+        return float((found != expected).double().mean()) <= _CHOSEN
+    types = [dtype for dtype in (expected.dtype, coarsest) if dtype is not None]
+    limit = tolerance("rows", *types) * (share if min(dtype.itemsize for dtype in types) >= 4 else 1.0)
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    one, other = (torch.where(t.isfinite(), t.to(wide), 0.0) for t in (found, expected))
+    if not torch.equal(found.isfinite(), expected.isfinite()):
+        return False
+    apart = (one - other).abs()
+    # a few numbers may be much larger than all others, so the mean square is also compared
+    return bool(apart.max() <= limit * other.abs().max()) and bool(
+        apart.square().mean() <= limit**2 * other.abs().square().mean()
     )

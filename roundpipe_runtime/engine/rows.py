@@ -38,9 +38,9 @@ from yobx_flatten.registry.recipe.aliases import PyTree
 from .. import errors
 from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..errors import RoundPipeWarning, SplitError
+from . import digests
 from .code_state import Repeats
 from .config import RoundPipeRunConfig
-from .digests import Digest, digest, distance, typical
 from .lifecycle import CannotTryError as CannotTryError
 from .lifecycle import RunLifecycle
 from .parameters.on_device import Gradients
@@ -75,7 +75,7 @@ class RowTrial:
 
     def in_order(self, order: Sequence[int]) -> FlatMicrobatch:
         pairs = zip(self.whole.inputs, self.parts[-1].inputs, strict=True)
-        inputs = [taken(one, rows_of(one, part, self.count), order) for one, part in pairs]
+        inputs = [digests.taken(one, digests.rows_of(one, part, self.count), order) for one, part in pairs]
         return dataclasses.replace(self.whole, inputs=inputs)
 
 
@@ -216,25 +216,25 @@ def compare_gradients(
     if not (config.requires_grad and equal):
         return GradientTrial()
     outputs = [compared(one) for one in equal[0].outputs]
-    has_rows = _pair(outputs, [], equal[0].count)
+    has_rows = digests.pair_leaves(outputs, [], equal[0].count)
     types = {parameter.dtype for layer in engine.layers for parameter in layer.parameters()}
-    count = max(sum(one.numel() for one in _with_rows(outputs[0], has_rows)), 1)
+    count = max(sum(one.numel() for one in digests.leaves_with_rows(outputs[0], has_rows)), 1)
     mean = 1 / _LARGER if torch.float16 in (*types, _coarsest()) else 1 / count  # gradients in float16 vanish
 
     def loss(scale: float, outputs: Any, labels: Any) -> torch.Tensor:
-        leaves = _with_rows(compared(outputs), has_rows)
+        leaves = digests.leaves_with_rows(compared(outputs), has_rows)
         total = sum((_of_each_number(leaf) for leaf in leaves if leaf.requires_grad), start=torch.zeros(()))
         return total * (scale * mean)
 
-    def gradients(given: Sequence[FlatMicrobatch], scale: float = 1.0) -> dict[nn.Parameter, Digest]:
-        found: dict[nn.Parameter, Digest] = {}
+    def gradients(given: Sequence[FlatMicrobatch], scale: float = 1.0) -> dict[nn.Parameter, digests.Digest]:
+        found: dict[nn.Parameter, digests.Digest] = {}
         lock = threading.Lock()  # several devices have gradients
 
         def landed(layer: int, arriving: Gradients) -> None:
             while arriving:  # each gradient is released before the next one, to save host memory
                 parameter, (gradient, ready) = arriving.popitem()
                 ready.result()
-                one = digest(gradient, whole=_WHOLE)
+                one = digests.digest(gradient, whole=_WHOLE)
                 with lock:
                     types.add(gradient.dtype)
                     found[parameter] = found[parameter] + one if parameter in found else one
@@ -257,20 +257,20 @@ def compare_gradients(
 def _compared(
     layers: Sequence[nn.Module],
     trial: RowTrial,
-    gradients: Callable[..., dict[nn.Parameter, Digest]],
+    gradients: Callable[..., dict[nn.Parameter, digests.Digest]],
     types: set[torch.dtype],
 ) -> GradientTrial:
     whole = gradients([trial.whole])
     if not whole or any(one.odd is not None for one in whole.values()):
         return GradientTrial()
-    least = 0.1 * max(map(typical, whole.values()))
+    least = 0.1 * max(map(digests.typical, whole.values()))
 
     def last_that_differs(given: Sequence[FlatMicrobatch], scale: float = 1.0) -> int | None:
         parts, limit = gradients(given, scale), tolerance("rows", *types)
         for layer in reversed(range(len(layers))):
             for parameter in layers[layer].parameters():
                 part = parts.get(parameter)
-                if distance(part and part.divided(scale), whole.get(parameter), least) > limit:
+                if digests.distance(part and part.divided(scale), whole.get(parameter), least) > limit:
                     return layer
         return None
 
@@ -311,11 +311,11 @@ class _Comparison:
     def _differs(self, trial: RowTrial, number: int, *, together: bool = False) -> bool:
         trial.outputs[:] = self._outputs([trial.whole, *trial.parts], number, "parts", together=together)
         whole, *found = map(self._compared, trial.outputs)
-        return mixes_rows(whole, found, [one.rows or 0 for one in trial.parts], _coarsest(), self.share)
+        return digests.mixes_rows(whole, found, [one.rows or 0 for one in trial.parts], _coarsest(), self.share)
 
     def _is_other(self, trial: RowTrial, number: int, kind: Trial, *, together: bool = False) -> bool:
         first, again = self._run([trial.whole, trial.whole], number, kind, together=together)
-        return mixes_rows(first, [again], [trial.count], _coarsest())
+        return digests.mixes_rows(first, [again], [trial.count], _coarsest())
 
     def _depends_on_others(self, trial: RowTrial, number: int) -> bool:
         last = trial.count - 1
@@ -325,11 +325,11 @@ class _Comparison:
         for other, kept in zip(found, [range(last), range(1, trial.count)], strict=True):
             is_alike = len(whole) == len(other) == len(part)
             for one, changed, few in zip(whole, other, part, strict=True) if is_alike else ():
-                axis = rows_of(one, few, trial.count)  # shown by the tensor for fewer rows
+                axis = digests.rows_of(one, few, trial.count)  # shown by the tensor for fewer rows
                 if axis is None or not isinstance(changed, torch.Tensor) or not isinstance(one, torch.Tensor):
                     continue
-                now, before = (taken(t.detach().cpu(), axis, kept) for t in (changed, one))
-                if now.shape == before.shape and not _is_close(now, before, _coarsest()):
+                now, before = (digests.taken(t.detach().cpu(), axis, kept) for t in (changed, one))
+                if now.shape == before.shape and not digests.is_close(now, before, _coarsest()):
                     return True
         return False
 
@@ -429,121 +429,3 @@ def _is_of_library(hook: _Hook) -> bool:
     function: Any = hook.func if isinstance(hook, functools.partial) else hook
     is_of_transformers = str(getattr(function, "__module__", "")).startswith("transformers.")
     return is_of_transformers or type(hook).__module__.partition(".")[0] == "torch"
-
-
-# Rounding may change integers that are derived from floating-point numbers, so this share of them may differ.
-_CHOSEN = 0.02
-
-# Compare the results for some rows at once with the results for parts of these rows.
-#
-#     rows 0 to 2        hidden (3, 7, 8)    similarity (3, 3)    loss ()      scale (8,)
-#     rows 0 and 1              (2, 7, 8)               (2, 2)         ()            (8,)
-#     row 2                     (1, 7, 8)               (1, 1)         ()            (8,)
-#     equal?             joined, yes         no: pairs        a mean, a sum    equal, or a mean
-#
-# The row axis is the axis along which the sizes of the parts add up to the size for all rows.
-
-
-def mixes_rows(
-    whole: PyTree,
-    parts: Sequence[PyTree],
-    rows: Sequence[int],
-    coarsest: torch.dtype | None = None,
-    share: float = 1.0,
-) -> bool:
-    """Report whether results for all rows together differ by more than rounding from results for parts of the rows.
-
-    >>> x = torch.arange(6.0).reshape(3, 2)
-    >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])
-    (False, True)
-    """
-    # coarsest: lowest-precision dtype of the computation. Default: the dtypes of the leaves.
-    # share: factor of the tolerance for 32 bits and more
-    columns: list[Sequence[object]] = []
-    _pair([whole, *parts], columns, sum(rows))
-    tensors = [c for c in columns if all(isinstance(one, torch.Tensor) and not one.is_nested for one in c)]
-    close = functools.partial(_is_close, coarsest=coarsest, share=share)
-    return any(_mixed([t.detach().cpu() for t in c if isinstance(t, torch.Tensor)], rows, close) for c in tensors)
-
-
-def _pair(trees: Sequence[PyTree], columns: list[Sequence[object]], count: int) -> Any:
-    """Add each leaf of the results for all rows, with the leaves for the parts, to ``columns``."""
-    # trees: results for all rows, then for each part; count: number of rows
-    # returns: whether a leaf has rows; for a container, a list with an entry per child. A list whose lengths for the
-    # parts add up to its length for all rows, such as one tensor per image, is paired item by item, and has rows.
-    flat = [*map(_children, trees)]
-    (items, spec), *parts = flat
-    if all(other == spec for _, other in parts):
-        if len(items) != 1 or items[0] is not trees[0]:
-            return [_pair(column, columns, count) for column in zip(*(held for held, _ in flat), strict=True)]
-        columns.append(trees)
-        return rows_of(trees[0], trees[-1], count) is not None
-    held = [item for part, _ in parts for item in part]
-    if not isinstance(trees[0], (list, tuple)) or len(held) != len(items):
-        return False
-    for pair in zip(items, held, strict=True):
-        _pair(pair, columns, count)
-    return True
-
-
-def _children(tree: PyTree) -> tuple[list[PyTree], pytree.TreeSpec]:
-    return pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
-
-
-def _with_rows(tree: PyTree, has_rows: Any) -> Iterator[torch.Tensor]:
-    # has_rows: result of `_pair`
-    if isinstance(has_rows, list):
-        for child, held in zip(_children(tree)[0], has_rows, strict=True):
-            yield from _with_rows(child, held)
-    elif has_rows:
-        yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def rows_of(whole: object, part: object, count: int) -> int | None:
-    """Return the axis of the rows: the only axis along which the sizes of ``whole`` and ``part`` differ."""
-    if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor) or whole.dim() != part.dim():
-        return None
-    axes = [axis for axis, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other]
-    return axes[0] if len(axes) == 1 and whole.shape[axes[0]] == count else None
-
-
-def taken(value: object, axis: int | None, order: Sequence[int]) -> Any:
-    if axis is None or not isinstance(value, torch.Tensor):
-        return value
-    return value.index_select(axis, torch.tensor(list(order), device=value.device))
-
-
-def _mixed(column: Sequence[torch.Tensor], rows: Sequence[int], is_close: Callable[..., bool]) -> bool:
-    whole, *parts = column
-    if any(one.dim() != whole.dim() or one.dtype != whole.dtype for one in parts) or whole.numel() == 0:
-        return False
-    axes = [axis for axis, size in enumerate(whole.shape) if any(one.shape[axis] != size for one in parts)]
-    if not axes:
-        if not whole.is_floating_point():
-            return False  # a number of rows or tokens, or a position
-        stacked = torch.stack([one.double() for one in parts])
-        shares = torch.tensor(rows[: len(parts)], dtype=torch.float64).reshape(-1, *[1] * whole.dim())
-        mean, total = (stacked * (shares / shares.sum())).sum(0), stacked.sum(0)
-        return not any(is_close(one.to(whole.dtype), whole) for one in (*parts, mean, total))
-    if len(axes) == 1:
-        (axis,) = axes
-        is_joined = sum(one.shape[axis] for one in parts) == whole.shape[axis]
-        return is_joined and not is_close(torch.cat(parts, axis), whole)
-    # pairs of rows: each is compared only within its own part
-    return all([one.shape[axis] for one in column] == [sum(rows), *rows] for axis in axes)
-
-
-def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype | None, share: float = 1.0) -> bool:
-    if not expected.is_floating_point() and not expected.is_complex():
-        return float((found != expected).double().mean()) <= _CHOSEN
-    types = [dtype for dtype in (expected.dtype, coarsest) if dtype is not None]
-    limit = tolerance("rows", *types) * (share if min(dtype.itemsize for dtype in types) >= 4 else 1.0)
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    one, other = (torch.where(t.isfinite(), t.to(wide), 0.0) for t in (found, expected))
-    if not torch.equal(found.isfinite(), expected.isfinite()):
-        return False
-    apart = (one - other).abs()
-    # a few numbers may be much larger than all others, so the mean square is also compared
-    return bool(apart.max() <= limit * other.abs().max()) and bool(
-        apart.square().mean() <= limit**2 * other.abs().square().mean()
-    )

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, RoundPipeWarning, SplitError, TensorChunkSpec, WeightedLoss
-from roundpipe_runtime.engine.rows import mixes_rows, with_shared
+from roundpipe_runtime.engine.digests import mixes_rows
+from roundpipe_runtime.engine.rows import with_shared
 from tests.modules import module_of
 from tests.runtime.small import near_gradients, trains_like
 from yobx_flatten.core.compare import tolerance

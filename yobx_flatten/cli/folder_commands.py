@@ -174,7 +174,7 @@ def verify(
     device: Device = None,
     explain: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Export this model again, and show the first node whose values differ."),
+        typer.Option(metavar="MODEL", help="Also export this model again; show the first node whose values differ."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Compare the files, from any exporter, with this model.")
@@ -182,7 +182,7 @@ def verify(
     names: Annotated[
         list[str] | None,
         typer.Option(
-            "--map", metavar="THEIRS=OURS", help="Names of an input or output in the file and the model (repeatable)."
+            "--map", metavar="THEIRS=OURS", help="With --model: pair the names of an input or output (repeatable)."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -355,7 +355,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt of the conversation.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens per reply.")] = 256,
     sample: Annotated[
-        bool | None, typer.Option("--sample/--greedy", help="Whether to sample (default: see generation_config.json).")
+        bool | None, typer.Option("--sample/--greedy", help="Sample or not (default: as in generation_config.json).")
     ] = None,
     temperature: Temperature = 1.0,
     top_k: TopK = None,
@@ -452,7 +452,7 @@ Quantize = Annotated[
 ]
 PerplexityRatio = Annotated[
     float | None,
-    typer.Option(help="With --quantize: largest perplexity, divided by the model's (default: int4 1.1, others 1.01)."),
+    typer.Option(help="With --quantize: allowed perplexity, divided by the model's (default: int4 1.1, others 1.01)."),
 ]
 Activations = Annotated[
     Literal["auto", "float", "int8", "split", "token"],

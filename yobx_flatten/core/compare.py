@@ -137,7 +137,7 @@ def shares_of_nan(expected: object, names: Sequence[str]) -> dict[str, float]:
 
 
 def share_of_nan(expected: object) -> float | None:
-    """Return the share of NaN elements of a tensor, or 1.0 if no element is finite; ``None`` if it is empty."""
+    """Return a tensor's share of NaN elements, or 1.0 if no element is finite; ``None`` for text and empty tensors."""
     # comparisons do not detect NaN, which counts as equal to NaN
     if is_text(expected) or not is_data(expected):
         return None

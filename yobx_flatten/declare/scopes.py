@@ -103,7 +103,7 @@ def register_class_flattening(
             with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also after Ctrl-C during the check
                 sample = f_check()
                 if sample is False:
-                    raise RoundTripError(f"f_check must return a {cls.__qualname__} for a test, not False.")
+                    raise RoundTripError(f"f_check returned False, so {cls.__qualname__} is not registered.")
                 if sample is not None and sample is not True:
                     check_round_trip(recipe, sample)
         is_new = claim is not None

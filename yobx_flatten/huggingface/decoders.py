@@ -26,7 +26,7 @@ _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 
 def counts_by_itself(cache: TransformersCache) -> bool:
-    """Return whether a cache is a ``DynamicCache`` that has only sliding layers, all of them filled."""
+    """Return whether a cache is a ``DynamicCache`` of filled sliding layers only; then a leaf counts the tokens."""
     layers: Any = getattr(cache, "layers", None)
     return (
         type(cache).__name__ == "DynamicCache"

@@ -161,7 +161,7 @@ def _check_called(name: str, node: _Functions, static: Static) -> None:
     of_named_tuples = pytree.SUPPORTED_NODES[collections.namedtuple].unflatten_fn  # type: ignore[index] # its key
     own = f"{getattr(static, '__module__', None)}:{getattr(static, '__qualname__', None)}"
     if node.unflatten is of_named_tuples and own != name:
-        raise DamagedFileError(f"The file is not loaded: to make an instance of {name}, torch would call {static!r}.")
+        raise DamagedFileError(f"The file is not loaded: it names the class {name}, but torch would call {static!r}.")
 
 
 def _node_named(name: str) -> _Functions:

@@ -91,7 +91,7 @@ class StoredInteger(int):
 
 
 def checking_inputs(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that checks inputs that are constants of a program, and converts token counters to integers."""
+    """Make a hook that refuses inputs other than a program's constants, and converts token counters to integers."""
     # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program needs none
     given = arguments_of(program)
     integers = [place for place, arg in enumerate(given) if isinstance(arg, SymIntArgument)]

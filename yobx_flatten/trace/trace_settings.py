@@ -169,7 +169,7 @@ class TraceSupport:
         return kwargs
 
     def prepare(self, tree: PyTree) -> PyTree:
-        """Replace KV caches in example inputs by copies, so that a trace does not fix the strides of their tensors."""
+        """Replace KV caches in example inputs by copies whose tensors' sizes and strides a trace does not fix."""
         return tree
 
     def traceable(self) -> contextlib.AbstractContextManager[None]:

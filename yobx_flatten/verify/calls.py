@@ -84,7 +84,7 @@ def matched(
     by_order |= all(map(str.isdigit, graph))  # a file without names
     found = {name: stated[name] for name in graph if name in stated}
     for name in sorted(set(found.values()) - set(names)):
-        raise InvalidArgumentError(f"names= maps a name to {name}, which is unknown. Choose from {', '.join(names)}.")
+        raise InvalidArgumentError(f"names, --map: cannot map to {name}. Map to one of: {', '.join(names)}.")
     flat = 4 if any(".encoder." in name for name in names) else 2
     places = {place_of(name): name for name in names}
     for name in graph:

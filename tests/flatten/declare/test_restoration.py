@@ -509,6 +509,6 @@ def unflatten_and_mark(children, static):
 def test_a_wrong_function_is_found_and_undone(before, functions, message):
     with pytest.raises(RoundTripError, match=message):
         register_class_flattening(Pair, *functions, f_check=sample)
-    with pytest.raises(RoundTripError, match="f_check must return a Pair for a test, not False"):
+    with pytest.raises(RoundTripError, match="f_check returned False, so Pair is not registered"):
         register_class_flattening(Pair, *FUNCTIONS, f_check=lambda: False)
     assert changes_since(before) == []

@@ -56,7 +56,7 @@ class QuantizedWeights:
 
     @property
     def block_size(self) -> int:
-        """The block size of most quantized weights; 0 for one scale per output, or if no weight is quantized."""
+        """The most common block size in quantized linear layers; 0 for one scale per output, or without such layers."""
         return max(self.blocks, key=self.blocks.__getitem__, default=0)
 
     def add(self, value: Any, nbytes: int, kept_bits: int | None = None) -> None:

@@ -437,8 +437,8 @@ def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[st
         missing = [leaf for leaf in left.leaves if leaf not in held]
         if missing:
             raise ReplayError(
-                f"the arguments of this call lack {', '.join(missing)}, which forward changed in the trace. Pass "
-                "arguments with the same structure in all calls."
+                f"after this call, its arguments lack {', '.join(missing)}, which forward added or changed in the "
+                "trace. Pass arguments with the same structure in all calls."
             )
         added[PRESENT] = {_after_present(leaf): held[leaf] for leaf in left.leaves}
     if entries.keys() & added.keys():

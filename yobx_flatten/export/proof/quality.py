@@ -90,7 +90,7 @@ class Quality:
 
     @property
     def is_close(self) -> bool:
-        """Whether ``ok`` is true, and the file's divergence from the model, if measured on a text, is also small."""
+        """Whether ``ok`` is true and, if measured, the exponential of ``text_divergence`` is at most ``allowed``."""
         return self.ok and (self.text_divergence is None or math.exp(min(self.text_divergence, 700)) <= self.allowed)
 
     @property
@@ -211,7 +211,7 @@ def _divergence(model: torch.Tensor, file: torch.Tensor) -> float:
 
 
 def text_losses(scores: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the loss (in nats) and the most likely token at each position of a text except the first, as a dict."""
+    """Return ``losses`` (in nats) and ``greedy`` (most likely tokens) for each position of a text except the first."""
     # scores: logits of shape (texts, length, vocabulary)
     scores, following = scores[:, :-1].detach(), tokens[:, 1:]
     parts = zip(scores.flatten(0, 1).split(_TOGETHER), following.flatten().split(_TOGETHER), strict=True)

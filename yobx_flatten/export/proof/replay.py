@@ -307,7 +307,7 @@ def replay(
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
-    """Check that a file returns equal logits of the last token with and without the logits of the other tokens."""
+    """Check that the last token's logits are equal, up to rounding, with and without the logits of other tokens."""
     if not runner.has_kept_scores:
         return
     for case in cases:

@@ -31,7 +31,7 @@ _STEP = "A step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " A plan uses only the configuration.")]
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " A plan reads only the configuration.")]
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
     details: Annotated[
         bool, typer.Option("--details", help="Also print tables of layers, stages, memory use and transfers.")

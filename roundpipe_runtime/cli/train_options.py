@@ -101,7 +101,7 @@ class ModelOptions:
             help=MODEL_NAMES + " Further arguments are text files, so that --text *.txt works without quotes.",
         ),
     ] = None
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="MODEL, if all arguments are text files.")] = None
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="MODEL; all arguments are then text files.")] = None
     output: Annotated[
         pathlib.Path | None,
         typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model (required)."),
@@ -211,7 +211,7 @@ class StepOptions:
     batch: Batch = 8
     microbatches: Microbatches = None
     replicas: Annotated[
-        int | None, _number("Groups into which a batch is split for the processes (default: one per process).", _STEP)
+        int | None, _number("Groups of rows into which a batch is split (default: one per process).", _STEP)
     ] = None
     accumulate: Annotated[int, _number("Batches per optimizer step (gradient accumulation).", _STEP)] = 1
     steps: Annotated[int | None, _number("Number of optimizer steps, instead of --epochs.", _STEP)] = None

@@ -155,7 +155,7 @@ class PieceRows:
         return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
 
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
-        """Return the layer outputs for each part of a set of rows, and for a larger set, which shows the batch axes."""
+        """Return the layer outputs for each part of a set of rows, and for more rows than the last part has."""
         # axes that are longer in the larger set are row axes
         with self._trial_engine() as engine:
             # devices have memory for the rows of a microbatch, so no more rows run at once
@@ -314,7 +314,7 @@ class Tail:
         }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
-        """Return a `LossProof` if the model has no loss or draws random numbers after its layers; else ``None``."""
+        """Return a `LossProof` if the model has no loss with a gradient, or if the loss is random; else ``None``."""
         values = {} if rows.state is None else rows.state.values
         held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
         with calls_apart(self._piece):

@@ -332,8 +332,8 @@ class FileModel(ModelWithoutWeights):
         mask = torch.ones(hidden.shape[:2], dtype=torch.int64) if attention_mask is None else attention_mask.long()
         if "encoder_attention_mask" in decoder.ports and mask.shape != hidden.shape[:2]:
             raise InvalidArgumentError(
-                f"attention_mask has shape {tuple(mask.shape)}, but the encoder's input has "
-                f"{tuple(hidden.shape[:2])}. Pass equal shapes. Leave prefill_chunk_size out: it shortens masks."
+                f"attention_mask has shape {tuple(mask.shape)}, but the encoder's input has {tuple(hidden.shape[:2])}. "
+                "Pass a mask of this shape. Leave prefill_chunk_size out, because it shortens masks."
             )
         context = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
         if isinstance(encoder_outputs, Mapping):

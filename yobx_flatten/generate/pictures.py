@@ -242,7 +242,7 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
         if part not in _EMPTY_AT_FIRST:
             raise GenerationError(
                 f"The value of {name} before the first token is not known, so the file with this input cannot read a "
-                "prompt. Pass a second file, without cache inputs:\n    OnnxGenerator(path, prefill=first_path)"
+                "prompt. Pass a file without cache inputs for the prompt:\n    OnnxGenerator(path, prefill=prompt_path)"
             )
         # axis 0 is the batch, and every other size that varies is a number of tokens
         sizes = [batch if axis == 0 and size is None else size or 0 for axis, size in enumerate(shape)]

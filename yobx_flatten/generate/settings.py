@@ -88,7 +88,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
 
 
 def folder_of(file: pathlib.Path) -> pathlib.Path:
-    """Return the folder with the ``config.json`` of a model file."""
+    """Return the folder of a model file, or the folder above ``onnx`` if only that folder has a ``config.json``."""
     parent = file.parent
     is_below = parent.name == SUBFOLDER and (parent.parent / "config.json").is_file()
     return parent.parent if is_below and not (parent / "config.json").is_file() else parent

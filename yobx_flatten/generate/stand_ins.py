@@ -86,7 +86,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def use_adapter(self, name: str | None) -> None:
         """Use the LoRA adapter ``name`` in all later calls; ``None`` for no adapter."""
-        raise InvalidArgumentError("SpeechT5 files have no adapters. Merge the adapter: export_folder(ADAPTER, folder)")
+        raise InvalidArgumentError("SpeechT5 files have no adapters. Merge one: export_folder(ADAPTER_FOLDER, folder)")
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
@@ -223,7 +223,7 @@ def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
 
 
 def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...], takes: Mapping[str, Any]) -> Any:
-    """Make a class with the name and the ``forward`` parameters of the exported model's class."""
+    """Make a class with the name and ``forward`` parameters (which the Trainer inspects) of the exported class."""
     # takes: the files' inputs and their defaults; they are the parameters if transformers has no such class
     own, kind = exported_class(stated), inspect.Parameter
     every = [kind(name, kind.POSITIONAL_OR_KEYWORD, default=default) for name, default in takes.items()]

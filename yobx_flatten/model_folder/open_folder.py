@@ -225,7 +225,7 @@ class OnnxForSeq2SeqLM(FolderModel, tasks=("text2text-generation",)):
 
 
 class OnnxForSpeechSeq2Seq(FolderModel, tasks=("automatic-speech-recognition",)):
-    """An encoder-decoder from audio to text, such as Whisper, like ``AutoModelForSpeechSeq2Seq``."""
+    """An encoder-decoder from audio to text, like ``AutoModelForSpeechSeq2Seq``; Whisper has its own ``generate``."""
 
 
 class OnnxForImageTextToText(FolderModel, tasks=("image-text-to-text", "image-to-text")):

@@ -139,7 +139,7 @@ def is_old() -> bool:
 
 
 def collect_on_copy(copied: nn.Module) -> None:
-    """Make modules of a copied model collect outputs, as the decorator ``check_model_inputs`` of transformers does."""
+    """Make modules of a copied model collect outputs of layers, as transformers' ``check_model_inputs`` does."""
     if is_old():
         for part in _decorated(copied):
             part.__dict__["forward"] = functools.partial(_forward, part)

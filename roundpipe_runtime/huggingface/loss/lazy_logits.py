@@ -58,7 +58,7 @@ class NotLazy(BaseException):
 
 
 class LazyLogits(torch.Tensor):
-    """Placeholder for the logits of an LM head, which are computed only if their values are needed."""
+    """Placeholder for logits of an LM head, ``steps(linear(hidden, *head))``, computed only if values are needed."""
 
     hidden: torch.Tensor
     head: tuple[torch.Tensor, torch.Tensor | None]

@@ -151,7 +151,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # the name of an adapter, wh
 
 
 def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[Adapter]:
-    """Read LoRA adapters from PEFT folders, given by adapter name."""
+    """Read LoRA adapters from PEFT folders, given by adapter name; afterwards, the model is as before."""
     if getattr(model, "peft_config", None):
         raise InvalidArgumentError(
             f"This {type(model).__qualname__} has adapters in its layers. Pass the model without adapters, and the "

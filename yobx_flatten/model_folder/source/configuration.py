@@ -170,7 +170,7 @@ def classes_of_task(config: Any, task: str) -> list[Any]:
 
 
 def class_of_task(config: Any, task: str, own: Any) -> Any:
-    """Return the model class ``own`` if it fits a task, else the class that transformers has for the task, if any."""
+    """Return the model class ``own`` if it fits a task or transformers has none for it, else transformers' class."""
     flat = classes_of_task(config, task)
     # A class without a head, such as DPRContextEncoder, stays: its AutoModel may be another part of the model. A class
     # with a head stays only for tasks that this head is for.

@@ -63,7 +63,7 @@ def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tenso
         with damage_as(ModelSourceError, f"{layer} of {name}"):
             found[f"{layer}.weight"] = packing.unpack(parts)
     if not found:
-        raise ModelSourceError(f"{name} contains no weights *{main}. Remove quantization_config from config.json.")
+        raise ModelSourceError(f"{name} has no quantized weights (*{main}). Delete quantization_config in config.json.")
     return {**held, **found}
 
 

@@ -120,7 +120,7 @@ def _join_leaf(
     axis = next((axis for axis, size in enumerate(shapes[0]) if size == rows[0]), 0)
     raise JoinError(
         f"{path}: the microbatches have {list(rows)} rows, but axis 0 of the tensors has other sizes: {shapes}. The "
-        "tensors differ, so RoundPipe cannot keep one for all. Name the axis to join along, or pass a function:\n"
+        "tensors differ, so RoundPipe cannot keep just one. Name the axis to join along, or pass a function:\n"
         f"    RoundPipeRunConfig(merge_output={{{path!r}: TensorChunkSpec({axis})}})\n"
         "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
     )

@@ -298,8 +298,8 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
     elif not decided.apart and (None in rows or sum(count or 0 for count in rows) != decided.batch):
         raise SplitError(
             f"The {decided.batch} rows of {' and '.join(trees)} cannot be split like the microbatches that {whose} "
-            f"returned, which have {list(rows)} rows. Pass split functions for both inputs and labels:\n"
-            "    RoundPipeRunConfig(split_input=..., split_label=...)"
+            f"returned, {'whose rows cannot be counted' if None in rows else f'which have {rows} rows'}. Pass split "
+            "functions for both inputs and labels:\n    RoundPipeRunConfig(split_input=..., split_label=...)"
         )
     spec = pytree.tree_structure(held(tuple(trees.values())))
     parts = [pytree.tree_unflatten(leaves, spec) for leaves in _cut_leaves(entries, axes, rows)]

@@ -269,7 +269,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, stored: Mapping[str, Any],
         if differing:
             raise CheckpointError(
                 f"Parameter group {number} has {len(here)} parameters in the optimizer, and {len(there)} in the "
-                f"checkpoint. Only one of the two has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
+                f"checkpoint. Not in both: {', '.join(differing[:3])}{' and others' if len(differing) > 3 else ''}."
             )
 
 

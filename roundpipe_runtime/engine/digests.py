@@ -152,7 +152,7 @@ _USUAL_FACTOR = 2.0**-40
 
 
 def digest_outputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return random projections and norms of a layer's outputs, to compare them with those of a recomputation."""
+    """Return random projections and norms of outputs that require a gradient, to compare a recomputation with them."""
     # the digests stay on the device of the outputs, because a copy to the host would wait for the device
     found = []
     with torch.no_grad():

@@ -226,7 +226,7 @@ class Collected:
     digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = field(default_factory=dict)
 
     def add_loss_gradients(self, layer: int) -> None:
-        """Sum the gradients of the loss function's parameters in microbatch order, under the layer index ``layer``."""
+        """Add the gradients of the loss function's parameters, in microbatch order, to ``self.gradients[layer]``."""
         while self.loss_gradients:
             sums = self.gradients.setdefault(layer, {})
             for parameter, gradient in self.loss_gradients.pop(min(self.loss_gradients)).items():

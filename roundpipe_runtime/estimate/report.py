@@ -72,7 +72,7 @@ class StepSimulation:
 
     @property
     def bottleneck(self) -> str:
-        """The resource that is busy longest, such as ``"compute"``, and so limits the speed of the step."""
+        """The resource that limits the speed of the step: the key of ``busy`` with the most seconds."""
         return max(self.busy, key=lambda name: self.busy[name])
 
     @property

@@ -74,7 +74,7 @@ def wrap_model_to_roundpipe(
         skip_modules: modules whose layers are not split.
         override_config: ``{model: RoundPipeRunConfig(...)}`` overrides ``model_run_config``. Other keys are refused.
         model_run_config: default settings for every call.
-        name: name of the pipeline in errors and timelines; by default, ``"file:line"`` of the call.
+        name: name in errors, and in seeds of layers such as dropout (default: in errors ``"file:line"`` of the call).
         example: keyword arguments of the model's forward for the split. Default: a few tokens.
         check: whether to compare the split model with the original model.
         **roundpipe_kwargs: further arguments of :class:`RoundPipe`, such as ``devices`` and ``compile``.

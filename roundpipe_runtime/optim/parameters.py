@@ -199,7 +199,7 @@ class ParameterStore:
         """Move the optimizer state of a parameter, for example to a disk; by default, do nothing."""
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """Run an optimizer step that torch cannot run; return the optimizer that torch steps after this call."""
+        """Run an optimizer's step if torch cannot run it; return the optimizer that torch steps after this call."""
         return widened(optimizer, args, kwargs)
 
     def land(self, layer: int, gradients: Landed) -> Landed:

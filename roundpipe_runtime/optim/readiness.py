@@ -28,8 +28,8 @@ class LayerReadiness:
     True
     """
 
-    version: int = 0
-    readers: int = 0
+    version: int = 0  # number of the parameters' current version
+    readers: int = 0  # number of stages that read the parameters now
     writing: bool = False  # whether the parameters are being replaced
     # number of runs that still need each version; a version that a run needs is not replaced
     holds: dict[int, int] = dataclasses.field(default_factory=dict)

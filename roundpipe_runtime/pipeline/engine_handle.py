@@ -149,7 +149,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def name(self) -> str:
-        """The name of the pipeline in errors and timelines (default: file and line where it was created)."""
+        """The name of the pipeline in errors (default: ``"file:line"`` of the call that created the pipeline)."""
         return self._rp_options.title
 
     @property
@@ -195,7 +195,7 @@ class EngineHandle(ModelProxy):
         return self._rp_engine.planner.memory_limit()
 
     def layer_costs(self) -> list[LayerCost]:
-        """Return the time and memory of each layer; before the first run, the time is a number of multiplications."""
+        """Return each layer's time in seconds (before the first run, in multiplications per token) and its memory."""
         return self._rp_engine.planner.layer_costs()
 
     @property
@@ -474,7 +474,7 @@ def _is_floating_or_none(dtype: Any) -> bool:
 class PipelineOptions:
     """The arguments of :class:`RoundPipe` except the model."""
 
-    title: str  # name in errors and timelines: `name`, or `"file:line"` of the call
+    title: str  # name in errors: `name`, or `"file:line"` of the call
     optim_dtype: torch.dtype | None = None
     name: str | None = None
     model_run_config: RoundPipeRunConfig = dataclasses.field(default_factory=RoundPipeRunConfig)

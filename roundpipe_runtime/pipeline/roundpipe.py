@@ -134,7 +134,7 @@ class RoundPipe(EngineHandle):
     Args:
         model: a list or an ``nn.Sequential`` of layers; any other ``nn.Module`` is a single layer.
         optim_dtype: dtype of the optimizer's parameters and of gradients (default: the dtype of each parameter).
-        name: name in errors, timelines and the seeds of layers such as dropout (default: ``"file:line"`` of the call).
+        name: name in errors, and in seeds of layers such as dropout (default: in errors ``"file:line"`` of the call).
         model_run_config: default settings for all calls of the pipeline.
         pin_model: how parameters are pinned in host memory if there is an accelerator. ``"alloc"`` (default) moves
             parameters to pinned memory, ``"register"`` pins parameters in place (CUDA only), ``"off"`` pins nothing.

@@ -100,7 +100,7 @@ def test_rows_on_another_axis_are_refused_with_the_line_to_type():
         join([{"p": torch.zeros(3, 2)}, {"p": torch.ones(3, 2)}], [2, 2])
     assert str(caught.value) == (
         "outputs['p']: the microbatches have [2, 2] rows, but axis 0 of the tensors has other sizes: [(3, 2), (3, 2)]. "
-        "The tensors differ, so RoundPipe cannot keep one for all. Name the axis to join along, or pass a function:\n"
+        "The tensors differ, so RoundPipe cannot keep just one. Name the axis to join along, or pass a function:\n"
         "    RoundPipeRunConfig(merge_output={\"outputs['p']\": TensorChunkSpec(1)})\n"
         "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
     )

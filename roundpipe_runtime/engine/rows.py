@@ -50,7 +50,7 @@ from .run import Trial
 _FEW, _SEVERAL = 3, 4
 _TRIALS = 3  # sets of rows that are tried before an error
 # Share of the tolerance that remains for other rows after some rows have differed: if rounding changed a choice, other
-# rows are equal up to rounding; if rows influence each other a little, other rows differ a little, too.
+# rows are equal up to rounding; if rows influence each other a little, other rows also differ a little.
 _SURELY = 0.1
 # A hook may change outputs or gradients, so the caller's hooks run in trials.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -89,7 +89,7 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
                     part[grid] = given[grid][picture : picture + pictures]
                     part[values] = given[values][patch : patch + length]
                 row, picture, patch = row + count, picture + pictures, patch + length
-        ids = RoundPipePackedData([part["input_ids"] for part in made], rows=rows)  # sizes of patches may add up, too
+        ids = RoundPipePackedData([part["input_ids"] for part in made], rows=rows)  # patches may also add up
         return [part.args for part in parts], [{**part, "input_ids": ids} for part in made]
 
     split_input.is_of_batch = True  # type: ignore[attr-defined] # an attribute of a function

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 from roundpipe_runtime import DeviceError, RoundPipe, RoundPipeError, RoundPipeRunConfig
 from roundpipe_runtime.__main__ import main as roundpipe
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import export_folder, functions_from_fields, open_generator, open_model, record_calls, verify_folder
 from yobx_flatten.__main__ import main as flatten
 from yobx_flatten.declare import register_class_flattening, unregister_class_flattening
@@ -150,13 +150,8 @@ def test_an_input_of_several_tensors_without_an_entry_is_named_and_the_line_of_t
         exported(x=torch.ones(7, 3), extra=({"a": torch.ones(5, 3)},))
 
 
-class Chooses(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = torch.nn.Linear(5, 4), torch.nn.Linear(5, 4)
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, self.one, self.other, (x,))
+def _choose(self, x):
+    return torch.cond(x.sum() > 0, self.one, self.other, (x,))
 
 
 def test_the_functions_of_a_class_in_another_order_name_the_line_that_takes_them():
@@ -177,7 +172,8 @@ def test_near_names_of_types_alone_are_proposed_and_a_good_export_prints_no_log_
         with pytest.raises(InvalidArgumentError) as refused:
             export_folder(name, "out")
         assert "Did you mean" not in str(refused.value)
-    assert export_program(Chooses(), (torch.ones(2, 5),)).report.ok
+    chooses = module_of(_choose, one=torch.nn.Linear(5, 4), other=torch.nn.Linear(5, 4))
+    assert export_program(chooses, (torch.ones(2, 5),)).report.ok
     assert not [record.name for record in caplog.records if record.name.startswith("torch")]
 
 

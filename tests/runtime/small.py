@@ -11,6 +11,8 @@ from torch import nn
 
 from roundpipe_runtime import Device, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice, WeightedLoss
 
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+
 
 class Tied(nn.Module):
     """A layer of a shape that two of them can share one weight."""

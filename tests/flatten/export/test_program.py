@@ -4,8 +4,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
-import shutil
 
 import onnx
 import onnxruntime
@@ -15,6 +13,7 @@ import transformers
 from torch.export import Dim
 
 from tests.cache_words import WORD, cache_of
+from tests.flatten.runtimes import needs_runtime
 from tests.models import WINDOW, make_model, new_cache
 from tests.modules import module_class
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
@@ -354,10 +353,7 @@ def test_outputs_reach_the_runtime(exported, name, runtime, tmp_path):
             importlib.import_module(NEEDS[name])
         except (ImportError, RuntimeError) as error:
             pytest.skip(f"{NEEDS[name]} cannot be imported: {error}")
-    if runtime in ("openvino", "executorch"):
-        pytest.importorskip(runtime)
-    if runtime == "aotinductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("AOTInductor needs a C++ compiler")
+    needs_runtime(runtime)
     model, inputs, fields, program = exported(name)
     path = tmp_path / f"model{SUFFIX[runtime]}"
     with register_flattening_functions(patch_diffusers=NEEDS.get(name) == "diffusers"):

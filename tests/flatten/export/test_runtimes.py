@@ -3,26 +3,19 @@
 import importlib
 import importlib.util
 import logging
-import os
 import shutil
 
 import pytest
 import torch
 
 from tests.flatten.export.small_step import cases, inputs, make_step, shapes, strided
+from tests.flatten.runtimes import needs_runtime
 from yobx_flatten import Case, DynamicShapesError, Quantization, errors, export_program
 from yobx_flatten.errors import InvalidArgumentError, MissingDependencyError, ReplayError
 from yobx_flatten.export.runtimes.openvino import blocks_of, quantized_example
 from yobx_flatten.runners.open import open_runner
 
 SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "aotinductor": ".pt2", "executorch": ".pte"}
-
-
-def _needs(runtime):
-    if runtime in ("openvino", "executorch"):
-        pytest.importorskip(runtime)
-    if runtime == "aotinductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("AOTInductor needs a C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +35,7 @@ def exported():
 )
 def written(request, exported, tmp_path_factory):
     runtime = request.param
-    _needs(runtime)
+    needs_runtime(runtime)
     path = tmp_path_factory.mktemp("runtimes") / f"step{SUFFIX[runtime]}"
     report = getattr(exported, f"to_{runtime}")(path)
     options = {"trust": True} if runtime == "aotinductor" else {}

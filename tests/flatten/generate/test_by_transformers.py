@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import inspect
-import os
 import pickle
-import shutil
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from transformers import LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaL
 
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
+from tests.flatten.runtimes import needs_runtime
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError, Sampling, export_folder, open_generator, open_model
 from yobx_flatten.generate.stand_ins import FileCache
@@ -239,10 +238,7 @@ OTHER_FILES = {
 def test_other_files_do_the_same(to, tmp_path):
     name, how = OTHER_FILES[to]
     runtime = how.get("target")
-    if runtime == "aotinductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("AOTInductor needs a C++ compiler")
-    if runtime in ("openvino", "executorch"):
-        pytest.importorskip(runtime)
+    needs_runtime(runtime)
     model = small_model(name)
     export_folder(model, tmp_path / "out", proof="none" if runtime != "openvino" else "sample", **how)
     files = open_model(tmp_path / "out", trust=to in ("program", "aotinductor"))

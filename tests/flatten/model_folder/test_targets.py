@@ -1,7 +1,6 @@
 """Folders for every runtime: written, proven, verified again, and opened with the runtime that they name."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import transformers
 
 from tests.flatten.model_folder.exported_folders import made
+from tests.flatten.runtimes import needs_runtime
 from yobx_flatten import DamagedFileError, DynamicShapesError, errors, export_folder, open_generator, verify_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import GenerationError, InvalidArgumentError, MissingDependencyError, UntrustedFileError
@@ -36,11 +36,7 @@ def model():
 )
 def exported(request, model, tmp_path_factory):
     runtime = request.param
-    if runtime == "aotinductor":
-        if shutil.which(os.environ.get("CXX", "g++")) is None:
-            pytest.skip("AOTInductor needs a C++ compiler")
-    else:
-        pytest.importorskip(runtime)
+    needs_runtime(runtime)
     folder = tmp_path_factory.mktemp("targets") / runtime
     bounds = BOUNDS if runtime == "executorch" else None
     done = export_folder(model, folder, target=runtime, bounds=bounds)

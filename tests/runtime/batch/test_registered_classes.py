@@ -147,16 +147,12 @@ def mask_of(mask_mod, batch=4):
     return create_block_mask(mask_mod, batch, None, LENGTH, LENGTH, device="cpu")
 
 
-class Attention(nn.Module):
+class Attention(nn.Linear):
     """Hands the mask on, so that it travels between stages, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, given):
         x, mask = given["x"], given["mask"]
-        y = self.linear(x).unsqueeze(1)
+        y = super().forward(x).unsqueeze(1)
         return {"x": flex_attention(y, y, y, block_mask=mask).squeeze(1), "mask": mask}
 
 
@@ -164,7 +160,7 @@ class Attention(nn.Module):
 def model():
     torch.manual_seed(0)
     # torch has no backward of flex attention on the CPU
-    return nn.Sequential(Attention(), Attention(), Answers(operator.itemgetter("x"))).requires_grad_(False)
+    return nn.Sequential(Attention(8, 8), Attention(8, 8), Answers(operator.itemgetter("x"))).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")

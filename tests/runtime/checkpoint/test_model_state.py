@@ -15,9 +15,8 @@ from roundpipe_runtime.checkpoint import training_state
 from roundpipe_runtime.checkpoint.training_state import named_state, restore_optimizer
 from roundpipe_runtime.errors import CheckpointError
 from tests.runtime.few_bits import CONFIG, KINDS, model_of, trained_in
-from tests.runtime.small import batch, same_bits, small_model
+from tests.runtime.small import MEAN, batch, same_bits, small_model
 
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 mse = nn.functional.mse_loss
 
 

@@ -209,15 +209,11 @@ def test_wrong_options_are_one_line_and_2(small, capsys, options, message):
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model_type": "llama"', '{"a": 1}', "[]"])
-def test_what_is_no_model_is_one_line_and_2(tmp_path, capsys, content):
+def test_what_is_no_model_is_one_line_and_2(tmp_path, refused, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     for name in ("nothing/here", "no_such_type") if content is None else (str(tmp_path),):
-        assert run(["plan", name]) == 2
-        shown = capsys.readouterr()
-        assert shown.err.startswith("roundpipe: ")
-        assert len(shown.err.splitlines()) == 1
-        assert shown.out == ""
+        assert refused("plan", name).out == ""
 
 
 def test_numbers_are_read_with_their_units_and_spelled_for_people():

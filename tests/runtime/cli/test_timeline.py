@@ -63,16 +63,12 @@ def test_totals_are_those_of_the_records(tmp_path, capsys):
     assert out.splitlines()[-1].split() == ["1", "a", "0", "2", "s", "1", "s", "backward"]
 
 
-def test_files_that_are_no_timeline_are_one_line_and_2(tmp_path, capsys):
+def test_files_that_are_no_timeline_are_one_line_and_2(tmp_path, refused):
     contents = {"empty": "", "damaged": '{"traceEvents"', "foreign": "[]", "trace": '{"traceEvents": [{}]}'}
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
     for name in (*contents, "missing", "."):
-        assert run(["timeline", str(tmp_path / name)]) == 2
-        shown = capsys.readouterr()
-        assert shown.err.startswith("roundpipe: ")
-        assert len(shown.err.splitlines()) == 1
-        assert shown.out == ""
+        assert refused("timeline", str(tmp_path / name)).out == ""
 
 
 def of_rank(path, started, end):

@@ -23,23 +23,20 @@ from tests.runtime.small import batch, near, same_bits
 MEAN = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
 
 
-class Hears(nn.Module):
+class Hears(nn.Linear):
     """A layer in which news of a call arrive."""
 
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(4, 4)
-        self.groups, self.number = None, None
+    groups, number = None, None
 
     def forward(self, x):
         if self.groups is not None:
             self.groups.ranks.alarm._hear(self.number)
-        return self.line(x)
+        return super().forward(x)
 
 
 def pipelines(wrap):
     torch.manual_seed(0)
-    model = nn.Sequential(Hears(), nn.Linear(4, 4))
+    model = nn.Sequential(Hears(4, 4), nn.Linear(4, 4))
     pipeline = wrap(model, replicas=2)
     inputs, labels = torch.randn(8, 4), torch.randn(8, 4)
 
@@ -98,14 +95,11 @@ class BadError(Exception):
     """An error of a user's code."""
 
 
-class Layer(nn.Module):
+class Layer(nn.Linear):
     """A layer that takes some time, and fails or leaves when it is told to."""
 
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(4, 4)
-        # the groups of the pipeline, which a trial of layers leaves alone: all ranks share what connects them
-        self.groups, self.fault, self.seconds = None, None, 0.0
+    # the groups of the pipeline, which a trial of layers leaves alone: all ranks share what connects them
+    groups, fault, seconds = None, None, 0.0
 
     def forward(self, x):
         time.sleep(self.seconds)
@@ -113,12 +107,12 @@ class Layer(nn.Module):
             self.groups.ranks._wire.cut()
         if self.fault is not None and (self.fault != "recompute" or doing_recompute()):
             raise BadError(self.fault)
-        return torch.tanh(self.line(x))
+        return torch.tanh(super().forward(x))
 
 
 def layers():
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    return nn.Sequential(*(Layer(4, 4) for _ in range(LAYERS)))
 
 
 class Whole:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
 from roundpipe_runtime.errors import ConfigError
 from tests.modules import module_class
-from tests.runtime.small import all_recomputed, batch, near, near_gradients, same_bits, small_model, trains_like
+from tests.runtime.small import MEAN, all_recomputed, batch, near, near_gradients, same_bits, small_model, trains_like
 
 F = nn.functional
 
@@ -208,9 +208,6 @@ def test_a_wrong_value_names_its_field(field, value, expected):
         ConfigError, match=re.escape(f"RoundPipeRunConfig: {field} must be {expected}, found {value!r}.")
     ):
         RoundPipeRunConfig(**{field: value})
-
-
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 def gradients_of(pipe):

@@ -21,6 +21,7 @@ from roundpipe_runtime.engine import planner, recomputed
 from roundpipe_runtime.engine.draws import Draws, move_generator, traits_of
 from roundpipe_runtime.engine.layer_graph import run_backward, watch_forward
 from roundpipe_runtime.engine.recomputed import VisitGenerator, run_seeded
+from tests.modules import module_of
 from tests.runtime.small import near_gradients, same_bits
 
 F = nn.functional
@@ -222,15 +223,12 @@ def test_a_pipeline_inside_a_layer_that_draws_repeats_its_masks(pipe):
     """Gradient times weight is the loss; a run moves the generator by one number, that of the outer pipeline."""
     inner = pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()).train(), devices="virtual:2", name="inner")
 
-    class Asks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
+    def asks(self, x):
+        return inner(F.dropout(x, 0.5)).to(x.device) * self.weight
 
-        def forward(self, x):
-            return inner(F.dropout(x, 0.5)).to(x.device) * self.weight
-
-    model = pipe(nn.Sequential(Asks(), nn.Identity()), devices="virtual:2", name="outer")
+    model = pipe(
+        nn.Sequential(module_of(asks, weight=torch.ones(())), nn.Identity()), devices="virtual:2", name="outer"
+    )
     config = all_recomputed(1, 2)
     for _ in range(2):
         model[0].weight.grad, before = None, torch.get_rng_state()

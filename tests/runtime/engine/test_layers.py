@@ -16,10 +16,9 @@ from roundpipe_runtime.engine.layer_graph import check_leaves
 from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
 from roundpipe_runtime.optim.layer_contents import scan
 from tests.modules import Answers, module_class
-from tests.runtime.small import all_recomputed, batch, near, near_gradients, trains_like, without_row_check
+from tests.runtime.small import MEAN, all_recomputed, batch, near, near_gradients, trains_like, without_row_check
 
 F = nn.functional
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 class Late(nn.Linear):

@@ -10,6 +10,7 @@ from torch import nn
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, SplitError, StageError
 from roundpipe_runtime.engine.digests import check_repeated, digest_outputs
 from roundpipe_runtime.engine.recomputed import doing_recompute, get_recompute_data, save_for_recompute
+from tests.modules import module_of
 from tests.runtime.small import all_recomputed, near_gradients
 
 F = nn.functional
@@ -192,16 +193,11 @@ def test_an_attribute_that_requires_a_gradient_is_refused(pipe, with_graph, clas
 def test_a_leaf_of_the_layers_own_making_is_accepted(pipe):
     """Forces are gradients of an energy within a forward: their leaf is nobody else's."""
 
-    class Force(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
+    def force(self, x):
+        place = x.detach().requires_grad_()
+        return torch.autograd.grad((place**2 * self.weight).sum(), place, create_graph=True)[0] + x
 
-        def forward(self, x):
-            place = x.detach().requires_grad_()
-            return torch.autograd.grad((place**2 * self.weight).sum(), place, create_graph=True)[0] + x
-
-    plain = nn.Sequential(nn.Linear(4, 4), Force())
+    plain = nn.Sequential(nn.Linear(4, 4), module_of(force, weight=torch.ones(4)))
     model = pipe(*copy.deepcopy(plain), devices="virtual:2")
     plain(INPUTS).sum().backward()
     model(INPUTS).sum().backward()

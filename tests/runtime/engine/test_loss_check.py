@@ -21,6 +21,7 @@ from roundpipe_runtime.device.worker import generator_lock
 from roundpipe_runtime.engine.code_state import state_of
 from roundpipe_runtime.engine.loss_check import LossChecks, Sample
 from roundpipe_runtime.engine.rows import RowTrial
+from tests.modules import module_of
 from tests.runtime.small import batch, near, near_gradients, trains_like
 
 F = nn.functional
@@ -81,21 +82,16 @@ def test_nobody_draws_while_a_loss_is_checked():
 def test_generators_are_as_they_were():
     own = torch.Generator().manual_seed(5)
 
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.own = own
-
-        def forward(self, outputs, labels):
-            noise = torch.rand(()) + random.random() + numpy.random.rand() + torch.rand((), generator=self.own)
-            return F.mse_loss(outputs, labels) + 0 * noise
+    def noisy(self, outputs, labels):
+        noise = torch.rand(()) + random.random() + numpy.random.rand() + torch.rand((), generator=self.own)
+        return F.mse_loss(outputs, labels) + 0 * noise
 
     def states():
         found = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
         return *found, own.get_state().tolist()
 
     before = states()
-    check(Noisy(), batch(3)[1], torch.zeros(3, 3))
+    check(module_of(noisy, own=own), batch(3)[1], torch.zeros(3, 3))
     assert states() == before
 
 

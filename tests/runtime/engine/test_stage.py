@@ -15,10 +15,9 @@ from roundpipe_runtime.errors import StageError
 from roundpipe_runtime.schedule.timeline import Timeline
 from tests.cases import examples
 from tests.modules import module_class
-from tests.runtime.small import batch, cut_plan, near_gradients, same_bits, small_model, state, without_row_check
+from tests.runtime.small import MEAN, batch, cut_plan, near_gradients, same_bits, small_model, state, without_row_check
 
 F = nn.functional
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 class Criterion(nn.Module):
@@ -129,15 +128,12 @@ def test_what_passes_layers_unchanged_goes_down_at_most_once(call, grain, writes
     assert device.down[1] == 2 * (once + writes)
 
 
-class Reentrant(nn.Module):
+class Reentrant(nn.Linear):
     """A layer whose backward reaches its weight twice: once in each of its checkpoints."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
     def forward(self, x):
-        return checkpoint(self.inner, checkpoint(self.inner, x, use_reentrant=True), use_reentrant=True)
+        inner = super().forward
+        return checkpoint(inner, checkpoint(inner, x, use_reentrant=True), use_reentrant=True)
 
 
 def make_model(*, tied, dropout=0.0):
@@ -145,7 +141,7 @@ def make_model(*, tied, dropout=0.0):
     model = small_model(tied=True, dropout=dropout)
     if tied:
         last = type(model[2])(model[2].weight)
-        return nn.Sequential(*model[:4], Reentrant(), last, nn.Linear(6, 3))
+        return nn.Sequential(*model[:4], Reentrant(6, 6), last, nn.Linear(6, 3))
     return model
 
 

@@ -253,30 +253,22 @@ def test_a_mean_over_something_else_than_rows_is_refused(name):
 WIDTH, CONSTANTS = 11, 9  # no number of rows here: what looks like rows is taken for rows, as the guide says
 
 
-class First(nn.Module):
+class First(nn.Linear):
     """What comes out has rows, or has none, or is no tensor."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x, table=None, triangle=None):
-        hidden = self.linear(x)
+        hidden = super().forward(x)
         if table is not None:
             hidden = hidden * table.mean(0)
         time, constant = hidden.T.contiguous(), torch.full((CONSTANTS,), 0.1, device=x.device)
         return {"hidden": hidden, "time": time, "number": 3, "constant": constant, "mean": hidden.square().mean()}
 
 
-class Second(nn.Module):
+class Second(nn.Linear):
     """Reads the hidden rows, and what else it is given: a table, rows of the input, constants."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, hidden, table=None, skip=None, time=None, constant=None, number=1):
-        out = self.linear(hidden) * number
+        out = super().forward(hidden) * number
         if table is not None:
             out = out + table.mean(0)
         if skip is not None:
@@ -390,7 +382,7 @@ def test_a_chain_has_the_loss_and_the_gradients_of_the_plain_models_or_is_refuse
     if is_told_by_nothing(case):
         return
     torch.manual_seed(0)
-    first, second = First(), Second()
+    first, second = First(WIDTH, WIDTH), Second(WIDTH, WIDTH)
     x, label = torch.randn(case["rows"], WIDTH), torch.randn(case["rows"], WIDTH)
     table = None if case["table"] is None else torch.randn(case["table"], WIDTH)
     models = copy.deepcopy(first), copy.deepcopy(second)
@@ -413,7 +405,7 @@ def test_a_forward_has_the_outputs_and_gradients_of_the_plain_model_or_is_refuse
     if case["sizes"] is None and not case["rules"] and (case["table"] == rows or rows == 1):
         return
     torch.manual_seed(0)
-    model = First()
+    model = First(WIDTH, WIDTH)
     plain_model, x = copy.deepcopy(model), torch.randn(rows, WIDTH)
     table = None if case["table"] is None else torch.randn(case["table"], WIDTH)
     expected = plain_model(x, table)

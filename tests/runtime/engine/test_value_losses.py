@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, WeightedLoss
-from tests.runtime.small import near, trains_like
+from tests.runtime.small import MEAN, near, trains_like
 
 F = nn.functional
 ROWS = 9
@@ -43,7 +43,6 @@ WRONG = {
     "of exchanged rows": lambda out, y: F.mse_loss(out, out[torch.randperm(len(out))].detach()),
 }
 LABELS = [1, 1, 1, 0, 2, 1, 0, 3, 1]
-MEAN = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
 
 
 def made():

@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe_runtime.estimate.footprint import Footprint, device_kernels, measure_layers, storage_bytes
+from tests.modules import module_of
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -256,15 +257,9 @@ def test_parameters_that_learn_and_are_reached_have_sums_of_gradients():
     assert (found.param_bytes, found.grad_bytes) == (144, 288)
     assert all(parameter.grad is None for parameter in model[0].parameters())
 
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta")
-
-        def forward(self, x):
-            return self.used(x)
-
-    (found,) = measure_layers([Half()], (torch.empty(2, 4, device="meta"),))
+    used, unused = nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta")
+    half = module_of(lambda self, x: self.used(x), used=used, unused=unused)
+    (found,) = measure_layers([half], (torch.empty(2, 4, device="meta"),))
     assert (found.param_bytes, found.grad_bytes) == (160, 80)
 
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import GradScaler, OptimizerCtx, RoundPipeRunConfig, RoundPipeWarning, StageError
+from roundpipe_runtime import GradScaler, OptimizerCtx, RoundPipeWarning, StageError
 from roundpipe_runtime.device.worker import Worker
-from tests.runtime.small import batch, relative_error, same_bits, small_model
+from tests.runtime.small import MEAN, batch, relative_error, same_bits, small_model
 
 F = nn.functional
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 STEPS = 10
 
 

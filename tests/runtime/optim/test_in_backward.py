@@ -16,10 +16,9 @@ from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 from tests.ctrl_c import press
 from tests.runtime.huggingface.hf_small import known_model
 from tests.runtime.optim.test_parts import Clips
-from tests.runtime.small import batch, near, relative_error, same_bits, small_model
+from tests.runtime.small import MEAN, batch, near, relative_error, same_bits, small_model
 
 F = nn.functional
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 UPDATES = ("in_place", "in_backward")
 FLOAT = {"optim_dtype": torch.float32}
 

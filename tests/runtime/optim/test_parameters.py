@@ -10,16 +10,15 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from roundpipe_runtime import ConfigError, GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, optim
+from roundpipe_runtime import ConfigError, GradScaler, OptimizerCtx, RoundPipe, optim
 from roundpipe_runtime.engine import lifecycle
 from roundpipe_runtime.optim.layer_contents import scan
 from roundpipe_runtime.optim.parameters import ParameterStore
 from tests import fresh_process
 from tests.runtime.optim.test_parts import Clips
-from tests.runtime.small import batch, relative_error, same_bits, small_model
+from tests.runtime.small import MEAN, batch, relative_error, same_bits, small_model
 
 F = nn.functional
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 def test_a_tied_weight_is_one_parameter_of_its_layer_and_layers_that_share_a_module_share_a_lock():

@@ -12,10 +12,10 @@ from torch import nn
 from roundpipe_runtime import ConfigError, GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, StageError, optim
 from roundpipe_runtime.pipeline.live import bound_now
 from tests import fresh_process
-from tests.runtime.small import batch, relative_error, small_model
+from tests.modules import module_of
+from tests.runtime.small import MEAN, batch, relative_error, small_model
 
 F = nn.functional
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 def run(pipe):
@@ -250,16 +250,12 @@ def test_adam_steps_complex_parameters_as_torch_does(dtype, options):
 
 
 def test_adam_steps_the_complex_parameters_of_a_pipeline():
-    class Turn(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.angle = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-
-        def forward(self, x):
-            return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 4, 2)) * self.angle).flatten(1)
+    def turn(self, x):
+        return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 4, 2)) * self.angle).flatten(1)
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), Turn(), nn.Linear(8, 2))
+    turned = nn.Linear(6, 8), module_of(turn, angle=torch.randn(4, dtype=torch.complex64)), nn.Linear(8, 2)
+    model = nn.Sequential(*turned)
     plain = copy.deepcopy(model)
     inputs, labels = torch.randn(6, 6), torch.randn(6, 2)
     wrapped = RoundPipe(model, devices="virtual:2")

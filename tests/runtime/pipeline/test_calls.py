@@ -9,10 +9,9 @@ from torch import nn
 from roundpipe_runtime import RoundPipe, RoundPipePackedData, RoundPipeRunConfig, WeightedLoss
 from roundpipe_runtime.errors import ConfigError, JoinError, LossError, StageError
 from tests.modules import Answers, module_of
-from tests.runtime.small import batch, near, near_gradients, small_model
+from tests.runtime.small import MEAN, batch, near, near_gradients, small_model
 
 F = nn.functional
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 MEAN_SUM = RoundPipeRunConfig(num_microbatch=3)
 
 
@@ -143,15 +142,10 @@ ROWS = 7
 JOINED = RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")
 
 
-class Contrast(nn.Module):
+def contrast():
     """Each row is to be like the row of the same number, and unlike all others."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, outputs, labels):
-        return F.cross_entropy(self.scale * outputs @ labels.T, torch.arange(len(outputs)))
+    scale = torch.tensor(2.0, dtype=torch.float64)
+    return module_of(lambda self, x, y: F.cross_entropy(self.scale * x @ y.T, torch.arange(len(x))), scale=scale)
 
 
 def made():
@@ -163,7 +157,7 @@ def made():
 @pytest.mark.parametrize("optim_dtype", [None, torch.float64])
 def test_loss_and_gradients_are_those_of_the_plain_model(optim_dtype):
     plain, x, y = made()
-    loss_fn = Contrast()
+    loss_fn = contrast()
     model, own = copy.deepcopy(plain), copy.deepcopy(loss_fn)
     entered, given = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected = loss_fn(plain(entered), y)
@@ -200,7 +194,7 @@ def test_a_loss_that_cannot_be_joined_changes_no_gradient():
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(LossError, match="each process of a mesh has only some of them"):
         RoundPipe(model, devices="virtual:2", replicas=2).forward_backward(
-            (x,), label=y, loss_fn=Contrast(), run_config=JOINED
+            (x,), label=y, loss_fn=contrast(), run_config=JOINED
         )
 
 

@@ -8,10 +8,9 @@ from torch import nn
 
 from roundpipe_runtime import ConfigError, ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig, StageError
 from tests.modules import module_class
-from tests.runtime.small import batch, near_gradients, same_bits, small_model, state
+from tests.runtime.small import MEAN, batch, near_gradients, same_bits, small_model, state
 
 F = nn.functional
-MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 class Reversed(nn.Sequential):

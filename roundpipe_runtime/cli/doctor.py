@@ -241,7 +241,10 @@ def doctor(
     ] = None,
     disk: Annotated[
         pathlib.Path,
-        typer.Option(metavar="DIR", help="Folder on the disk to check: free space, and speed for --host disk:DIR."),
+        typer.Option(
+            metavar="DIR",
+            help="Folder whose disk is checked: space and speed for roundpipe train --host disk:DIR (weights on disk).",
+        ),
     ] = HERE,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:

@@ -300,7 +300,7 @@ class FileOptions:
         list[str] | None,
         option("NAME", "Also log to tensorboard, wandb, mlflow or another integration of the Trainer.", _FILES),
     ] = None
-    timeline: Annotated[pathlib.Path | None, _path("Write a timeline of an early step, for roundpipe timeline.")] = None
+    timeline: Annotated[pathlib.Path | None, _path("Record one step; `roundpipe timeline` draws the file.")] = None
     log_every: Annotated[int | None, _number("Steps between printed lines (default: at most 100).", _FILES)] = None
     overwrite: Annotated[bool, _choice("Replace the output folder and existing files.", _FILES, "--overwrite")] = False
 

@@ -202,7 +202,7 @@ class SomeRows:
 
 @dataclasses.dataclass(frozen=True)
 class LossOfModel:
-    """A caller's loss function and its labels, for a model that also computes a loss."""
+    """The caller's ``loss_fn`` and ``label``. The model also computes a loss, but the loss of ``loss_fn`` is used."""
 
     function: Callable[[Any, Any], Any]
     label: Any

@@ -111,8 +111,8 @@ class InBackwardStore(ParameterStore):
         """Start the optimizer step of a layer; return no gradients, because the step uses them up."""
         if (steps := self._current) is None:
             raise StageError(
-                'update="in_backward" updates parameters only in forward_backward with a loss per microbatch. For '
-                f"backward() after a forward, or a loss of joined outputs, keep the gradients:\n    {_IN_PLACE}"
+                'update="in_backward" updates parameters only in forward_backward, with a loss per microbatch. To '
+                f"call backward() yourself, or for one loss of all microbatches, use another update:\n    {_IN_PLACE}"
             )
         coming = dict(gradients)
         gradients.clear()

@@ -266,8 +266,8 @@ def _check_stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
         if given and all(one.grad is None or one.grad is master.grad for one, master in mine):
             kind, dtype = type(optimizer).__name__, mine[0][1].dtype
             raise ConfigError(
-                f"{kind} has {len(mine)} parameters of the model, but their gradients are in {dtype} master weights "
-                "(optim_dtype), so the optimizer would change nothing. Give it the master weights:\n"
+                f"{kind} has {len(mine)} parameters of the model, but gradients are stored with separate {dtype} "
+                "copies, the master weights (optim_dtype). Give these to the optimizer, or it changes nothing:\n"
                 f"    optimizer = {kind}(model.optim_parameters(), ...)\nIn create_optimizer of a Trainer, write "
                 "self.pipeline.optim_parameters()."
             )

@@ -517,7 +517,7 @@ class PipelineOptions:
         if self.update != "masters" and (self.has_groups or disk_folder(self.host) is not None):
             other = "mesh= or replicas=" if self.has_groups else f'host="{self.host}"'
             raise ConfigError(
-                f'update="{self.update}" works only in one process and in memory, without {other}. Leave {other} out, '
+                f'update="{self.update}" cannot be combined with {other}. Leave {other} out, '
                 'or use the default update:\n    RoundPipe(model, update="masters")'
             )
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):

@@ -94,8 +94,7 @@ def repository(what: str) -> pathlib.Path:
 def matrix(arguments: typer.Context) -> int:
     """Export a small model of every model type in transformers, and check each step of the export.
 
-    The command needs a clone of the repository. All arguments, such as --sample 8, are passed to the program
-    `python -m matrix` in the cloned repository.
+    The command needs a clone of the repository. It runs `python -m matrix` there, with arguments like --sample 8.
     """
     root = repository("the matrix")
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -204,8 +203,9 @@ def explain(
         str,
         typer.Argument(
             metavar="FILE_OR_CALL",
-            help="A model (.onnx, .pt2), stored inputs (.onnx, .case), a folder of such files or of recorded calls, or "
-            "MODULE:NAME of an object or a function. If a function returns (module, kwargs), kwargs are drawn.",
+            help="A model (.onnx, .pt2), a file of stored inputs (.case, or .onnx of save_nested), a folder of .onnx "
+            "and .pt2 files or of recorded calls, or MODULE:NAME of an object or a function. If a function returns "
+            "(module, kwargs), the structure of kwargs is shown.",
         ),
     ],
     plain: Annotated[bool, typer.Option(help="Draw how torch flattens the object without this package.")] = False,

@@ -434,7 +434,7 @@ Dtype = Annotated[
 ]
 Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: that of the fastest correct file).")]
 Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Sizes that vary: batch and lengths, or only lengths.")]
-Batch = Annotated[int, typer.Option(min=1, help="The constant batch size, for --dynamic length.")]
+Batch = Annotated[int, typer.Option(min=1, help="Fixed batch size of the files, if you pass `--dynamic length`.")]
 MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size of the files, if --max-length is given.")]
 MaxLength = Annotated[
     int | None, typer.Option(min=1, help="Largest number of tokens that the files accept; ExecuTorch requires it.")
@@ -452,7 +452,7 @@ Quantize = Annotated[
 ]
 PerplexityRatio = Annotated[
     float | None,
-    typer.Option(help="With --quantize: allowed perplexity, divided by the model's (default: int4 1.1, others 1.01)."),
+    typer.Option(help="With --quantize: largest ratio of perplexities, file / model (default: int4 1.1, others 1.01)."),
 ]
 Activations = Annotated[
     Literal["auto", "float", "int8", "split", "token"],

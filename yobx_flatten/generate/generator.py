@@ -89,8 +89,7 @@ class Generator:
     ) -> Any:
         """Generate tokens until every sequence of the batch has ended, as ``model.generate`` of transformers does.
 
-        Omitted arguments take their values from ``generation_config.json``; the guide describes :ref:`every argument
-        <arguments-of-generate>`.
+        Omitted arguments take their values from ``generation_config.json`` (:ref:`arguments <arguments-of-generate>`).
 
         Args:
             input_ids, attention_mask: the prompt and its mask, of shape (batch, length), padded on the left.
@@ -359,8 +358,7 @@ class OnnxGenerator(Generator):
     Args:
         model: a folder that :func:`export_folder` wrote, or the file of a decoder whose inputs and outputs are named as
             by :func:`export_onnx`.
-        prefill: a file for the first call, without cache inputs; required if ``model`` is a file that does not accept
-            an empty KV cache.
+        prefill: a file for the first call, without cache inputs; required if the file ``model`` needs a filled cache.
         settings: options of generation; by default read from ``config.json`` and ``generation_config.json``.
         threads: number of threads that one operator can use; by default, onnxruntime chooses it.
         pack: whether onnxruntime copies the weights into the layout that its kernels read; ``True`` by default. With
@@ -411,8 +409,7 @@ class ProgramGenerator(Generator):
     Args:
         model: the result of :func:`export_program` for a decoder, a ``torch.export.ExportedProgram``, a ``.pt2`` file,
             or a folder that :func:`export_folder` wrote.
-        prefill: a program or file for the first call, without cache inputs; required if ``model`` does not accept an
-            empty KV cache.
+        prefill: a program or file without cache inputs for the first call; required if ``model`` needs a filled cache.
         trust: whether you trust the files to run code, see :func:`.program_runner.open_program`; ``False`` by default.
         settings: options of generation; by default read from ``config.json`` and ``generation_config.json``.
 

@@ -86,7 +86,10 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
     def use_adapter(self, name: str | None) -> None:
         """Use the LoRA adapter ``name`` in all later calls; ``None`` for no adapter."""
-        raise InvalidArgumentError("SpeechT5 files have no adapters. Merge one: export_folder(ADAPTER_FOLDER, folder)")
+        raise InvalidArgumentError(
+            "Exported SpeechT5 files cannot switch adapters. Merge the adapter into the weights during the export:\n"
+            "    export_folder(ADAPTER_FOLDER, folder)"
+        )
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)

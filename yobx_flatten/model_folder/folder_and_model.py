@@ -209,7 +209,7 @@ def add_adapter(
     rooms = rooms_of_files(path)
     if manifest.runtime != "onnxruntime" or not rooms:
         raise InvalidArgumentError(
-            f"The files of {path} have no inputs for adapters. Export the model with the adapter:\n    "
+            f"{path} was exported without adapters, so none can be added. Export the model with the adapter:\n    "
             f"export_folder(model, folder, adapters={{{name!r}: {os.fspath(adapter)!r}}})   (--adapter NAME=FOLDER)"
         )
     if name in adapter_names(path) and not overwrite:

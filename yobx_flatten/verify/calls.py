@@ -154,7 +154,9 @@ class FileSide(ByName):
         leaves = pytree.tree_leaves(eager)
         kept = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name in outputs]
         if not kept:
-            raise ReplayError(f"unknown file outputs: {', '.join(self._runner.outputs)}. Map them by names={{...}}")
+            raise ReplayError(
+                f"the model has no outputs {', '.join(self._runner.outputs)}: map them to its outputs by names={{...}}"
+            )
         found = dict(outputs)
         window = self._call.window - 1  # a prefill may return all tokens, but the next call reads only the window
         for name, leaf in kept:

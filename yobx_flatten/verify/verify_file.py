@@ -150,10 +150,8 @@ def verify_file(
     Args:
         path: an ONNX file, an OpenVINO file (``.xml``), a ``.pt2`` or ``.pte`` file, or a folder of such files.
         model: the model from which the file was exported: a module, or any ``model`` that ``export_folder`` accepts.
-        cases: test inputs. The first test case has the sizes of the export. By default, the test inputs are created,
-            which is possible for Hugging Face models only.
-        names: a dict from unknown names of the file's inputs and outputs to the names that files of this package have;
-            empty by default.
+        cases: test inputs. The first test case has the sizes of the export. Optional only for Hugging Face models.
+        names: a dict from unknown names of the file's inputs and outputs to the names that files of this package have.
         trust: whether you trust the file; loading a ``.pt2`` file can run code. ``False`` by default.
         explain: whether to search a wrong ONNX file for the first node with a wrong output; ``True`` by default.
         on_file: a function that is called with the name of each file before the file is opened.

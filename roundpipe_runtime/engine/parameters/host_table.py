@@ -44,7 +44,7 @@ def on_tables(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], No
 
 
 class HostTable(torch.Tensor):
-    """A tensor without memory that replaces a large parameter; operations copy rows or slices to the device."""
+    """A tensor without data that replaces a large parameter; operations copy needed rows from the host to a device."""
 
     access: TableAccess
 
@@ -241,7 +241,10 @@ def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor,
         return numbers.new_empty(min(numbers.numel(), access.size)), torch.empty_like(numbers)
     found, places = torch.unique(access.down(numbers), return_inverse=True)
     if len(found) and not (int(found[0]) >= 0 and int(found[-1]) < access.size):
-        raise IndexError(f"index out of range: {int(found[0])} to {int(found[-1])} for a table of {access.size} rows")
+        raise IndexError(
+            f"index out of range: the indices are {int(found[0])} to {int(found[-1])}, but the embedding has "
+            f"{access.size} rows"
+        )
     return found, access.up(places.to(numbers.dtype))
 
 

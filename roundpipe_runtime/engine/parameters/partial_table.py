@@ -113,7 +113,7 @@ class TableReader:
         self.table.copy(rows, self._source)
 
     def fetch_all(self) -> None:
-        """Copy all missing rows, for an operation that may read any row, and record all rows as read."""
+        """Copy all missing rows of the parameter to the device, and record that an operation may read every row."""
         self.is_read_as_whole = True
         self.fetch(range(self.rows))
 

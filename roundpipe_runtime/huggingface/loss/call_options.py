@@ -184,7 +184,7 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
 
 
 def gives_share(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the loss of the batch is the sum of the microbatch losses, without weights."""
+    """Return whether microbatch losses are shares of the batch loss, which are added without weights."""
     options = split_options(kwargs)[1] or CallOptions()
     smoothed = options.smoothed_loss
     given = kwargs.get("num_items_in_batch") if smoothed is None else smoothed.num_items_in_batch

@@ -89,7 +89,7 @@ def take_together(batches: Iterator[Any], count: int, ranks: Ranks) -> list[Any]
 
 
 class CheckedLoader:
-    """A data loader that raises an error of one process in all processes."""
+    """A data loader that raises an error in all processes if loading a batch fails in one process."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader, self._ranks = loader, ranks

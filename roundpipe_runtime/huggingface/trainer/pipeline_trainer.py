@@ -213,7 +213,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as u
         return self.pipeline
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the autocast context for ``bf16=True``, which accelerate would put around the model's forward."""
+        """Return the autocast context of ``bf16=True``, since accelerate adds autocast to models, not to pipelines."""
         if self.accelerator.mixed_precision != "bf16":
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()

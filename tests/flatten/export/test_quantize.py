@@ -157,9 +157,9 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_traced(tmp_path,
         export_onnx(torch.nn.ReLU(), (x,), path=path, quantize="int4")
     with pytest.raises(InvalidArgumentError, match=r"float64 weights.*model\.float\(\)"):
         export_onnx(torch.nn.Linear(64, 64).double(), (x.double(),), path=path, quantize="int4")
-    with pytest.raises(InvalidArgumentError, match="cannot be run on the text of tokens=, since Linear is not"):
+    with pytest.raises(InvalidArgumentError, match="cannot be run on the token ids in tokens=, since Linear is not"):
         export_onnx(linear, (x,), path=path, quantize=Quantization(tokens=torch.ones(2, 5, dtype=torch.int64)))
-    with pytest.raises(InvalidArgumentError, match="its vocabulary has 259 tokens, and the text contains tokens 259"):
+    with pytest.raises(InvalidArgumentError, match="its vocabulary has 259 tokens, and tokens= contains ids 259"):
         _exported(path, Quantization(tokens=torch.full((1, 8), 259)))
     assert list(tmp_path.iterdir()) == []
 

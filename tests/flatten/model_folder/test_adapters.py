@@ -306,7 +306,7 @@ def test_layers_without_room_are_named(root, tmp_path):
     with pytest.raises(DamagedFileError, match=words):
         add_adapter(tmp_path / "out", "two", root / "two")
     export_folder(root / "base", tmp_path / "plain", proof="none")
-    with pytest.raises(InvalidArgumentError, match=r"no inputs for adapters(.|\n)*adapters=\{'two'"):
+    with pytest.raises(InvalidArgumentError, match=r"was exported without adapters(.|\n)*adapters=\{'two'"):
         add_adapter(tmp_path / "plain", "two", root / "two")
 
 

@@ -81,7 +81,7 @@ def with_buffers(
     kept = [name for name in cats if str(sizes[name][2]) == str(seen)]
     if not kept or isinstance(seen, int):
         raise FlattenError(
-            "no layer appends new tokens to the cache, because all layers have a sliding window or a state."
+            "no cache grows: each layer has a sliding window, a recurrent state or a cache of constant length."
         )
     with graph.inserting_after(nodes[inputs[-1]]):
         counter = graph.placeholder("seen")

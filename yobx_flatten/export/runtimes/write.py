@@ -142,11 +142,11 @@ class FileOptions:
             vocabulary = config.get_text_config(decoder=True).vocab_size
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= vocabulary:
-                reason = f"its vocabulary has {vocabulary} tokens, and the text contains tokens {low} to {high}"
+                reason = f"its vocabulary has {vocabulary} tokens, and tokens= contains ids {low} to {high}"
         if reason is not None:
             raise InvalidArgumentError(
-                f"Quantization: {type(module).__qualname__} cannot be run on the text of tokens=, since {reason}. "
-                "Leave tokens out."
+                f"Quantization: {type(module).__qualname__} cannot be run on the token ids in tokens=, since {reason}. "
+                "Leave tokens= out."
             )
 
     @property

@@ -156,7 +156,7 @@ class LayerKind:
 
 
 def remember(held: dict[str, Any]) -> None:
-    """Keep the tensor ``_sliding_window_tensor`` of a flattened layer, and use it in layers that are rebuilt later."""
+    """Keep ``_sliding_window_tensor``, one of the attributes ``held`` of a cache layer, for layers rebuilt later."""
     tensor = held.get("_sliding_window_tensor")
     if type(tensor) is torch.Tensor:
         _WINDOW_TENSORS.setdefault(held["sliding_window"], {}).setdefault(tensor.device, tensor)

@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 
+import numpy
 import torch
 
 from yobx_flatten import OnnxGenerator, export_folder
@@ -76,7 +77,7 @@ class Bound:
     """`OnnxGenerator`: what comes out stays in onnxruntime and goes in again."""
 
     def __init__(self, generator, ids):
-        self.sequence = generator.steps.begin(ids, None, None, None, None)
+        self.sequence = generator.steps.begin(ids, None, {}, None, [])
         self.stream = generator._stream(self.sequence, 100_000, None)
         next(self.stream)
 
@@ -93,7 +94,11 @@ class Plain:
     def __init__(self, generator, ids):
         self.session = generator.parts.decoder._session
         self.names = [node.name for node in self.session.get_outputs()]
-        self.past = {name: value.numpy() for name, value in generator.parts.decoder.start(len(ids)).items()}
+        caches = [node for node in self.session.get_inputs() if node.name.startswith("past_key_values")]
+        # a named size is the number of rows, or the length of the cache, which is empty
+        rows = {node.shape[0]: len(ids) for node in caches}
+        shapes = {node.name: [rows.get(n, 0) if isinstance(n, str) else n for n in node.shape] for node in caches}
+        self.past = {name: numpy.zeros(shape, numpy.float32) for name, shape in shapes.items()}
         self.mask = torch.ones_like(ids)
         self.run(ids, torch.arange(ids.shape[1]).expand_as(ids))
 

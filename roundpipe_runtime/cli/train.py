@@ -55,7 +55,7 @@ def train(
     Alarm.patience = files.timeout
     stdout, job = sys.stdout, tuning.Job()
     if step.host != HOST_IN_MEMORY and (job.size > 1 or step.replicas is not None):
-        raise UserError(f"--host {step.host} works only in one process, without --replicas. Or use --host memory")
+        raise UserError(f"--host {step.host} works only in one process. Leave --replicas out, or use --host memory")
     if what.json and job.is_first:
         context.with_resource(contextlib.redirect_stdout(sys.stderr))
     if job.was_restarted():  # existing files are those of this run

@@ -119,8 +119,8 @@ def _join_leaf(
     shapes = [tuple(t.shape) for t in tensors]
     axis = next((axis for axis, size in enumerate(shapes[0]) if size == rows[0]), 0)
     raise JoinError(
-        f"{path}: the microbatches have {list(rows)} rows, but axis 0 of the tensors has other sizes: {shapes}. The "
-        "tensors differ, so RoundPipe cannot keep just one. Name the axis to join along, or pass a function:\n"
+        f"{path} cannot be joined: the microbatches have {list(rows)} rows, but axis 0 of the tensors has other sizes: "
+        f"{shapes}. The tensors differ, so all are needed. Name the axis to join along, or pass a function:\n"
         f"    RoundPipeRunConfig(merge_output={{{path!r}: TensorChunkSpec({axis})}})\n"
         "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
     )
@@ -144,7 +144,7 @@ def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | No
         if all(_equal(tensor, tensors[0]) and not tensor.requires_grad for tensor in tensors):
             return tensors[0]
         raise JoinError(
-            f"{path} is a scalar. Scalars are averaged, weighted by rows, but the rows of each microbatch are unknown. "
+            f"{path} cannot be joined: scalars are averaged, weighted by rows, but a microbatch's rows are unknown. "
             "Pass a function that joins the outputs:\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
         )
     total = math.fsum(weights)  # a tensor with weight 0 is ignored below, because it may be NaN

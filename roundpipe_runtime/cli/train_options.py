@@ -45,7 +45,7 @@ def _choice(text: str, panel: str, *names: str) -> Any:
 
 Batch = Annotated[int, _number("Rows per batch, summed over all processes.", _STEP)]
 Microbatches = Annotated[
-    int | None, _number("Microbatches per batch, or per group of train --replicas (default: devices + 1).", _STEP)
+    int | None, _number("Microbatches per batch (train --replicas: per group of rows; default: devices + 1).", _STEP)
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"], _choice("Data type of the weights; auto: as stored in the model.", _STEP)
@@ -68,8 +68,8 @@ LargeTables = Annotated[
 Update = Annotated[
     Literal["masters", "in_place", "in_backward"],
     _choice(
-        "What AdamW updates. masters: copies of the weights in --optim-dtype; in_place: the weights, converted to "
-        "--optim-dtype; in_backward: as in_place, but during backward, so that each gradient is freed at once. "
+        "What AdamW updates. masters: copies of the weights in --optim-dtype; in_place: the weights themselves, "
+        "kept in --optim-dtype; in_backward: as in_place, but during backward, so that each gradient is freed at once. "
         "in_backward cannot clip or accumulate gradients. All three give the same results.",
         _STEP,
     ),
@@ -119,7 +119,7 @@ class ModelOptions:
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print all options and their values as YAML for --config, and exit.")
     ] = False
-    json: Annotated[bool, typer.Option("--json", help="Print JSON at the end; all other text goes to stderr.")] = False
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON; other text goes to stderr.")] = False
 
     def __post_init__(self) -> None:
         if self.print_config:
@@ -301,7 +301,7 @@ class FileOptions:
         option("NAME", "Also log to tensorboard, wandb, mlflow or another integration of the Trainer.", _FILES),
     ] = None
     timeline: Annotated[pathlib.Path | None, _path("Record one step; `roundpipe timeline` draws the file.")] = None
-    log_every: Annotated[int | None, _number("Steps between printed lines (default: at most 100).", _FILES)] = None
+    log_every: Annotated[int | None, _number("Steps per printed line (default: 5 % of all, up to 100).", _FILES)] = None
     overwrite: Annotated[bool, _choice("Replace the output folder and existing files.", _FILES, "--overwrite")] = False
 
     @property

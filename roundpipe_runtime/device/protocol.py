@@ -163,7 +163,7 @@ class Clock:
         return time.perf_counter()
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return the time of a value from :meth:`now` in seconds, on the clock of ``time.perf_counter``."""
+        """Convert a moment that :meth:`now` returned to seconds on the clock of ``time.perf_counter``."""
         assert isinstance(moment, float)
         return moment
 

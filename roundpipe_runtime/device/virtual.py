@@ -162,7 +162,7 @@ class VirtualDevice(Device):
                     f"{self.name} reads a {_drawn(tensor)} in the memory of {owner}. Copy it with copy_out and copy_in."
                 )
             if state != "ready":
-                raise UseAfterReleaseError(f"{self.name} reads a {_drawn(tensor)} after its release.")
+                raise UseAfterReleaseError(f"{self.name} reads a {_drawn(tensor)} after this device released it.")
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Release memory; in check mode its contents become NaN (arbitrary values for integers)."""

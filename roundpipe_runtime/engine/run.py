@@ -264,7 +264,11 @@ class WrittenBuffers:
         return found
 
     def check(self) -> None:
-        """Check that no buffer was written by two layers, unless both layers run the same code."""
+        """Raise an error if two layers write the same buffer.
+
+        Parts of one split Hugging Face forward may do so: each part repeats the code of the forward before it, and
+        thus writes the same values.
+        """
         for layer, number, writer in self._written():
             one, other = self._contents[writer], self._contents[layer]
             code = getattr(other.module, RUNS_AGAIN, None)
@@ -350,9 +354,10 @@ def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
         if other is not None:
             raise StageError(
                 f"{title} writes in place to its input number {number}, of shape {tuple(shared[number].shape)}. "
-                f"{shared[number].layer} returned inputs {number} and {other} as views of the same memory. The "
-                f"pipeline copies these inputs separately, so a write to input number {number} would not change input "
-                f"number {other}. Return one tensor, and slice it in {title}:\n    first = tokens[:, 0]\n"
+                f"Inputs {number} and {other} are outputs of {shared[number].layer} that share memory. The pipeline "
+                f"copies them separately, so a write to input number {number} would not change input number {other}. "
+                f"Let {shared[number].layer} return one tensor for both, and slice this tensor in {title}:\n"
+                "    first = tokens[:, 0]\n"
                 f"Or, if only input number {number} should change, write to a copy:\n    first = first + prompt"
             )
 

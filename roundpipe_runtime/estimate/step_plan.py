@@ -97,7 +97,7 @@ class HostMemory:
 
 
 def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Return the bytes of gradients that devices send each other per microbatch if several devices run the stage."""
+    """Return how many bytes of gradients per microbatch a device sends to the device that sums them."""
     if stage.copies == 1:
         return 0
     return sum(min(layers[index].grad_bytes, layers[index].param_bytes) for index in stage.layers)
@@ -331,7 +331,7 @@ class StepPlan:
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, last_stage_copies=num_devices))
 
     def share_bytes(self, stage: Stage) -> int:
-        """Return the bytes of gradients that a device sends per microbatch, if several devices run the stage.
+        """Return how many bytes of gradients per microbatch a device sends to the device that sums them.
 
         Args:
             stage: stage of this plan.

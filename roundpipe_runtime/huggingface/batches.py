@@ -201,8 +201,8 @@ def _joined(name: str, column: Sequence[Any], *, counts: Sequence[int] = (), are
         is_one_sequence = {shape[0] for shape in shapes} == {1} and max(counts, default=0) > 1
         if len(apart) > 1 or (is_one_sequence and len(shapes[0]) > 3):
             raise JoinError(
-                f"{name!r} of pictures: tensors of shapes {shapes} from the microbatches cannot be concatenated. Join "
-                "outputs by a function:\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+                f"The microbatches' tensors for pictures, {name!r}, cannot be concatenated: their shapes are {shapes}. "
+                "Pass a function that joins the outputs:\n    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
             )
         return torch.cat(present, dim=apart[0] if apart else int(is_one_sequence))
     return join(present, [None] * len(present))

@@ -144,10 +144,10 @@ class DiskStore(ParameterStore):
         has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
         if has_closure or not can_step_in_parts(optimizer):
             reason = "was given a closure" if has_closure else "does not update one parameter after the other"
+            remedy = "Use AdamW without a closure" if has_closure else "Use AdamW, for example"
             raise ConfigError(
                 f'{type(optimizer).__name__} {reason}, but host="disk:{self.memory.folder}" updates one layer at a '
-                "time. Use AdamW without a closure, for example, or keep the model in memory:\n"
-                '    RoundPipe(model, host="memory")'
+                f'time. {remedy}, or keep the model in memory:\n    RoundPipe(model, host="memory")'
             )
         contents = scan(self._layers)
         parts = OptimizerParts(optimizer, self.hold_state)

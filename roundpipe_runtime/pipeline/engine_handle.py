@@ -195,7 +195,7 @@ class EngineHandle(ModelProxy):
         return self._rp_engine.planner.memory_limit()
 
     def layer_costs(self) -> list[LayerCost]:
-        """Return each layer's time in seconds (before the first run, in multiplications per token) and its memory."""
+        """Return each layer's memory and time (seconds; before the first run, estimated multiplications per token)."""
         return self._rp_engine.planner.layer_costs()
 
     @property

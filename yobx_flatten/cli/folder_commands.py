@@ -435,13 +435,13 @@ Dtype = Annotated[
 Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: that of the fastest correct file).")]
 Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Sizes that vary: batch and lengths, or only lengths.")]
 Batch = Annotated[int, typer.Option(min=1, help="Fixed batch size of the files, if you pass `--dynamic length`.")]
-MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size of the files, if --max-length is given.")]
+MaxBatch = Annotated[int, typer.Option(min=1, help="With --max-length: largest batch size that the files accept.")]
 MaxLength = Annotated[
     int | None, typer.Option(min=1, help="Largest number of tokens that the files accept; ExecuTorch requires it.")
 ]
 Proof = Annotated[
     Literal["auto", "full", "standard", "sample", "none"],
-    typer.Option(help="Number of checks. auto: full below 100 MB of weights, standard below 1 GB, sample above."),
+    typer.Option(help="How much is checked. auto: full below 100 MB of weights, standard below 1 GB, sample above."),
 ]
 Quantize = Annotated[
     Literal["int8", "int4", "keep"] | None,

@@ -118,7 +118,7 @@ def largest_difference(expected: object, found: object) -> float:
     one, other = _tensor(expected), _tensor(found)
     if one.is_nested or other.is_nested:
         if one.is_nested is not other.is_nested:
-            raise ReplayError(f"only the {'expected' if one.is_nested else 'found'} tensor is a nested tensor")
+            raise ReplayError(f"expected a tensor with is_nested={one.is_nested}, found is_nested={other.is_nested}")
         parts, others = one.unbind(), other.unbind()
         if len(parts) != len(others):
             raise ReplayError(f"expected {len(parts)} components, found {len(others)}")

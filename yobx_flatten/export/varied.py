@@ -89,7 +89,7 @@ def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, i
 
 
 def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the example arguments, with the tensors of ``made`` (by leaf name) instead of the example's tensors."""
+    """Return the example arguments with some tensors replaced: ``made`` has the new tensor for each leaf name."""
     # called inside `register_flattening_functions`
     own = example.leaves
     by_id = {id(own[name]): tensor for name, tensor in made.items()}

@@ -202,11 +202,11 @@ class FolderOptions:
             example = 'For example: {"batch": 4, "length": 512}'
             raise InvalidArgumentError(f'bounds= has no "length", found {dict(self.bounds)!r}. {example}')
         for name, least in (("batch", self.batch or 3), ("length", 32), ("new", PROMPT)):
-            value = getattr(found, name)
-            if value < least:
+            if (value := getattr(found, name)) < least:
+                hint = " Or fix the batch size to 1: batch=1 (--max-batch 1)." if name == "batch" else ""
                 raise InvalidArgumentError(
-                    f"bounds: {name}={value} is too small: the checks of the folder need at least {least}. For files "
-                    "with batch size 1: batch=1 (--max-batch 1)."
+                    f"bounds: {name}={value} is too small as the largest size that the files accept: checks of the "
+                    f"files need at least {least}.{hint}"
                 )
         return found
 

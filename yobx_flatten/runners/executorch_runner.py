@@ -104,7 +104,7 @@ class ExecuTorchRunner(CheckedRunner):
 
 
 def load_attention() -> None:
-    """Load ExecuTorch's operators for language models, which files with an in-place KV cache call."""
+    """Load ExecuTorch's operators for language models, such as attention that updates a KV cache in place."""
     # ExecuTorch's own module for these kernels would import torch's compiler, which takes seconds
     found = importlib.util.find_spec("executorch.extension.llm.custom_ops")
     folders = [] if found is None else found.submodule_search_locations or []

@@ -60,7 +60,7 @@ def dynamic_shapes(
     for name, most in (bounds or {}).items():
         if name not in _MEANINGS or type(most) is not int or most < 2:
             raise InvalidArgumentError(
-                f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. To "
+                f"bounds: expected largest sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. To "
                 'limit other axes, use overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
             )
     written = _write(inputs, (), None, left, bounds or {})

@@ -79,12 +79,12 @@ def matched(
 ) -> dict[str, str]:
     """Return, for each input or output name of a file, the name of the model's input or output."""
     # names, plain: the names of each leaf in our files, and in torch.export
-    # stated: the mapping of the user, by the names in the file
-    # by_order: whether names that are not known are matched by order
+    # stated: the mapping of the user, by the names in the file; by_order: whether unknown names are matched by order
     by_order |= all(map(str.isdigit, graph))  # a file without names
     found = {name: stated[name] for name in graph if name in stated}
     for name in sorted(set(found.values()) - set(names)):
-        raise InvalidArgumentError(f"names, --map: cannot map to {name}. Map to one of: {', '.join(names)}.")
+        known = ", ".join(names)
+        raise InvalidArgumentError(f"names, --map: cannot map a name in the file to {name}. Map it to one of: {known}.")
     flat = 4 if any(".encoder." in name for name in names) else 2
     places = {place_of(name): name for name in names}
     for name in graph:

@@ -47,7 +47,7 @@ class ReductionPlan:
 
 
 class Reduction:
-    """Sums the gradients of one ``forward_backward`` over the groups of rows of all ranks, layer by layer."""
+    """Sums the gradients of one ``forward_backward``, layer by layer, over the parts of the batch that ranks run."""
 
     def __init__(self, plan: ReductionPlan, ranks: Ranks) -> None:
         self._plan, self._ranks = plan, ranks

@@ -341,6 +341,6 @@ def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
     if not isinstance(content, str):
         raise FineTuneError(f"{place} must have text in 'content', found a {type(content).__name__}")
     if row.get("weight") not in (0, 1, None):
-        raise FineTuneError(f"{place}: weight must be 1, or 0 to not train on the answer, found {row['weight']!r}")
+        raise FineTuneError(f"{place}: weight must be 1, or 0 to skip the answer in training, found {row['weight']!r}")
     others = {k: v for k, v in row.items() if k not in (*used, *_IDENTIFIERS, *ignored) and not _is_empty(v)}
     return {**others, "role": role, "content": whole_characters(content)}

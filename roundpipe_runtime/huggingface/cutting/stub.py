@@ -197,8 +197,8 @@ class Key(NamedTuple):
     leaf: int
 
 
-class NeedsValue(BaseException):
-    """Raised when a forward computes with a placeholder. A `BaseException`, because models catch `Exception`."""
+class NeedsValue(BaseException):  # models catch `Exception`
+    """Raised when a model's forward computes with a `Placeholder`, a tensor whose values are not computed yet."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(key)

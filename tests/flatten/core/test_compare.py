@@ -66,9 +66,9 @@ def test_components_of_nested_tensors_are_compared_and_others_are_refused():
         for parts in ([torch.zeros(2), torch.ones(3)], [torch.zeros(2), torch.full((3,), 3.0)], [torch.zeros(2)] * 3)
     )
     assert largest_difference(one, other) == 2.0
-    with pytest.raises(ReplayError, match="only the expected tensor is a nested tensor"):
+    with pytest.raises(ReplayError, match="expected a tensor with is_nested=True, found is_nested=False"):
         largest_difference(one, torch.zeros(2, 2))
-    with pytest.raises(ReplayError, match="only the found tensor is a nested tensor"):
+    with pytest.raises(ReplayError, match="expected a tensor with is_nested=False, found is_nested=True"):
         largest_difference(torch.zeros(2, 2), one)
     with pytest.raises(ReplayError, match="expected 2 components, found 3"):
         largest_difference(one, more)

@@ -117,7 +117,10 @@ REFUSED = {
     "bounds of another name": ({"target": "executorch", "bounds": {"rows": 4}}, "bounds: expected a dict of ints"),
     "bounds that hold no case": ({"target": "executorch", "bounds": {"length": 8}}, "length=8 is too small"),
     "bounds for onnxruntime": ({"bounds": BOUNDS}, "leave bounds= out for onnxruntime"),
-    "two rows": ({"to": "program", "bounds": {"batch": 2, "length": 64}}, r"batch size 1: batch=1 \(--max-batch 1\)"),
+    "two rows": (
+        {"to": "program", "bounds": {"batch": 2, "length": 64}},
+        r"batch size to 1: batch=1 \(--max-batch 1\)",
+    ),
     "bounds without a length": ({"target": "executorch", "bounds": {"batch": 4}}, 'bounds= has no "length"'),
     "bounds above the positions": ({"to": "program", "bounds": {"length": 4096}}, "above the 2048 positions of Llama"),
     "weights in fewer bits": ({"to": "program", "quantize": "int8"}, 'not of torch. Leave .*\n.*target="onnxr'),

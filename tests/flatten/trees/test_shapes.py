@@ -147,7 +147,7 @@ def test_a_bound_is_part_of_the_program():
 
 @pytest.mark.parametrize("bounds", [{"rows": 4}, {"batch": 1}, {"length": 8.0}])
 def test_what_is_no_bound_and_an_example_above_one_are_refused(bounds):
-    with pytest.raises(InvalidArgumentError, match="expected sizes of 2 or more for 'batch' and 'length'"):
+    with pytest.raises(InvalidArgumentError, match="expected largest sizes of 2 or more for 'batch' and 'length'"):
         dynamic_shapes({"x": torch.ones(5, 3)}, bounds=bounds)
     with pytest.raises(DynamicShapesError, match=r"x\.axis 0: size 5 of the example is above the bound 4 of 'batch'"):
         dynamic_shapes({"x": torch.ones(5, 3)}, bounds={"batch": 4})

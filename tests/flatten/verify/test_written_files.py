@@ -233,7 +233,7 @@ def test_unknown_names_need_a_mapping(right, model, tmp_path):
     assert report.ok is None
     assert "words" in report.files["model.onnx"].why_not
     assert verdict(proto, model, tmp_path, names={"words": "input_ids"}).ok is True
-    with pytest.raises(InvalidArgumentError, match="names, --map: cannot map to tokens"):
+    with pytest.raises(InvalidArgumentError, match="names, --map: cannot map a name in the file to tokens"):
         verdict(proto, model, tmp_path, names={"words": "tokens"})
     with pytest.raises(InvalidArgumentError, match=r"has an input or output named wrods\. Their names are .*words"):
         verdict(proto, model, tmp_path, names={"wrods": "input_ids"})

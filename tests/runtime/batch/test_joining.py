@@ -99,8 +99,8 @@ def test_rows_on_another_axis_are_refused_with_the_line_to_type():
     with pytest.raises(JoinError) as caught:
         join([{"p": torch.zeros(3, 2)}, {"p": torch.ones(3, 2)}], [2, 2])
     assert str(caught.value) == (
-        "outputs['p']: the microbatches have [2, 2] rows, but axis 0 of the tensors has other sizes: [(3, 2), (3, 2)]. "
-        "The tensors differ, so RoundPipe cannot keep just one. Name the axis to join along, or pass a function:\n"
+        "outputs['p'] cannot be joined: the microbatches have [2, 2] rows, but axis 0 of the tensors has other sizes: "
+        "[(3, 2), (3, 2)]. The tensors differ, so all are needed. Name the axis to join along, or pass a function:\n"
         "    RoundPipeRunConfig(merge_output={\"outputs['p']\": TensorChunkSpec(1)})\n"
         "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
     )

@@ -236,7 +236,7 @@ def test_a_write_that_would_not_reach_the_other_view_is_refused(name, number, mo
             return pipeline(x)
 
     with pytest.raises(
-        StageError, match=r"\(Writes\) writes in place to its input number .*layer . \((Split|Passes)\) returned inputs"
+        StageError, match=r"\(Writes\) writes in place to its input number .*outputs of layer . \((Split|Passes)\)"
     ):
         run()
 

@@ -146,7 +146,9 @@ def test_pictures_in_one_sequence_are_joined_along_it():
         assert found.shape[0] == 1
     for part in parts:
         part["image_outputs"]["attentions"] = (torch.rand(1, 2, 4, 4),)
-    with pytest.raises(JoinError, match=r"'an item of attentions' of pictures: tensors of shapes .*\n.*merge_output"):
+    with pytest.raises(
+        JoinError, match=r"for pictures, 'an item of attentions', cannot be concatenated: .*\n.*merge_output"
+    ):
         join_outputs(parts, [1.0, 1.0], [1, 1])
 
 

@@ -251,6 +251,6 @@ def kind_of_code(code: str) -> tuple[LayerKind, str]:
                 break
             return kind, parameter
     raise UnsupportedLayerError(
-        f"The stored cache has a layer of kind {code!r}, which this version of yobx_flatten does not know. Kinds are D "
-        "(dynamic), and W (sliding), S (static) and X (static sliding), each followed by a capacity in tokens, like W8."
+        f"The stored cache has a layer of kind {code!r}, which this version of yobx_flatten does not know. Known "
+        "kinds: D (dynamic), and with any number of tokens for 8: W8 (sliding), S8 (static) and X8 (static sliding)."
     )

@@ -109,7 +109,7 @@ def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
         raise ValueError(f"the file has an entry of the unknown type {kind}")
     inner, count = struct.unpack("<IQ", file.read(12))
     if count > size:
-        raise ValueError(f"a list should have {count:,} entries, but the file has only {size:,} bytes")
+        raise ValueError(f"the file is damaged: it states a list of {count:,} entries, but has only {size:,} bytes")
     if inner in _NUMBERS:
         file.seek(count * struct.calcsize(_NUMBERS[inner]), io.SEEK_CUR)
     else:
@@ -121,7 +121,7 @@ def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
 def _text(file: BinaryIO, size: int) -> bytes:
     (length,) = struct.unpack("<Q", file.read(8))
     if length > size:
-        raise ValueError(f"a text should have {length:,} bytes, but the file has only {size:,} bytes")
+        raise ValueError(f"the file is damaged: it states a string of {length:,} bytes, but has only {size:,} bytes")
     return file.read(length)
 
 

@@ -316,6 +316,6 @@ def _hash(value: Static) -> int:
     except TypeError:
         raise StaticDataError(
             f"Static data holds {describe_class(value)}, which is not hashable. JAX needs hashable static data, as the "
-            "key of its compiled functions. Return the value among the children if it changes between calls; otherwise "
+            "key of its compiled functions. Flatten the value as a child if it changes between calls; otherwise "
             "store it as strings or numbers, or give its class __hash__ and __eq__ (a frozen dataclass has them)."
         ) from None

@@ -32,8 +32,8 @@ def _check_no_tensors_in_static(recipe: Recipe, sample: object) -> None:
         if isinstance(value, arrays):
             raise RoundTripError(
                 f"{recipe.cls.__qualname__}: its tree spec cannot be stored in a saved program: Static data holds "
-                f"{describe_class(value)}, which cannot be stored with a tree spec. Return the value among the "
-                "children if it changes between calls; otherwise store it as strings or numbers."
+                f"{describe_class(value)}, which cannot be stored with a tree spec. Flatten the value as a "
+                "child if it changes between calls; otherwise store it as strings or numbers."
             )
         if isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
             seen.add(id(value))

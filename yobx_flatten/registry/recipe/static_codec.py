@@ -70,8 +70,8 @@ def dump_static(value: Static, *, where: str = "") -> Any:
             "constant in a program, so f_flatten must return this size among the children, as an int."
         )
     raise StaticDataError(
-        f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. Return the "
-        "value among the children if it changes between calls; otherwise store it as strings or numbers."
+        f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. Flatten the "
+        "value as a child if it changes between calls; otherwise store it as strings or numbers."
     )
 
 

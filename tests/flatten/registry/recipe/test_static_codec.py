@@ -182,7 +182,7 @@ def test_what_cannot_come_back_is_refused(value, wrap):
     with pytest.raises(StaticDataError) as caught:
         dump_static(wrap(value))
     assert f"Static data holds the {type(value).__name__} " in str(caught.value)
-    assert "Return the value among the children if it changes between calls" in str(caught.value)
+    assert "Flatten the value as a child if it changes between calls" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@
 Two numbers per operation, on a list of 32 nodes with 64 tensors. *functions*: the registered function called for each
 node, which is what a registration answers for. *whole tree*: torch's own `tree_flatten` and its relatives around it,
 which spend most of their time on their own bookkeeping; the row `floor` shows how much, with a flatten function that
-returns a constant. Bar: the flatten function at most 3 times torch's, since its code is not generated. The exit status states
-whether it is met.
+returns a constant. Bar: the flatten function at most 3 times torch's, since its code is not generated. The exit status
+states whether it is met.
 """
 
 from __future__ import annotations

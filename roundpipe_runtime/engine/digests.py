@@ -224,8 +224,7 @@ def mixes_rows(
     >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])
     (False, True)
     """
-    # coarsest: lowest-precision dtype of the computation. Default: the dtypes of the leaves.
-    # share: factor of the tolerance for 32 bits and more
+    # coarsest: lowest-precision dtype of the computation, if known; share: factor of the tolerance for 32 bits or more
     columns: list[Sequence[object]] = []
     pair_leaves([whole, *parts], columns, sum(rows))
     tensors = [c for c in columns if all(isinstance(one, torch.Tensor) and not one.is_nested for one in c)]
@@ -236,31 +235,34 @@ def mixes_rows(
 def pair_leaves(trees: Sequence[PyTree], columns: list[Sequence[object]], count: int) -> Any:
     """Add each leaf of the results for all rows, with the leaves for the parts, to ``columns``."""
     # trees: results for all rows, then for each part; count: number of rows
-    # returns: whether a leaf has rows; for a container, a list with an entry per child. A list whose lengths for the
-    # parts add up to its length for all rows, such as one tensor per image, is paired item by item, and has rows.
-    flat = [*map(_children, trees)]
-    (items, spec), *parts = flat
-    if all(other == spec for _, other in parts):
-        if len(items) != 1 or items[0] is not trees[0]:
-            return [pair_leaves(column, columns, count) for column in zip(*(held for held, _ in flat), strict=True)]
+    # returns: whether a leaf has rows; for a container, a list with an entry per child. A list whose lengths for parts
+    # add up to the length for all rows is paired item by item, and has rows if no item is padded to a longer row.
+    kinds, flat = zip(*map(children, trees), strict=True)
+    if len(flat[0]) == 1 and flat[0][0] is trees[0]:
         columns.append(trees)
-        return rows_of(trees[0], trees[-1], count) is not None
-    held = [item for part, _ in parts for item in part]
-    if not isinstance(trees[0], (list, tuple)) or len(held) != len(items):
+        is_nested = any(isinstance(one, torch.Tensor) and one.is_nested for one in trees)  # has no shape
+        return not is_nested and rows_of(trees[0], trees[-1], count) is not None
+    if len(set(kinds)) == 1 and len(set(map(len, flat))) == 1:
+        return [pair_leaves(column, columns, count) for column in zip(*flat, strict=True)]
+    start, held = len(columns), [item for items in flat[1:] for item in items]
+    if not isinstance(trees[0], (list, tuple)) or len(held) != len(flat[0]):
         return False
-    for pair in zip(items, held, strict=True):
+    for pair in zip(flat[0], held, strict=True):
         pair_leaves(pair, columns, count)
-    return True
+    return all(getattr(one, "shape", None) == getattr(other, "shape", None) for one, other in columns[start:])
 
 
-def _children(tree: PyTree) -> tuple[list[PyTree], pytree.TreeSpec]:
-    return pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
+def children(tree: PyTree) -> tuple[object, list[PyTree]]:
+    # returns: type and keys of a container, and its children; a leaf is its own child
+    if isinstance(tree, dict):
+        return (type(tree), frozenset(tree)), [tree[key] for key in sorted(tree, key=str)]
+    return type(tree), pytree.tree_leaves(tree, is_leaf=lambda one: one is not tree)
 
 
 def leaves_with_rows(tree: PyTree, has_rows: Any) -> Iterator[torch.Tensor]:
     # has_rows: result of `pair_leaves`
     if isinstance(has_rows, list):
-        for child, held in zip(_children(tree)[0], has_rows, strict=True):
+        for child, held in zip(children(tree)[1], has_rows, strict=True):
             yield from leaves_with_rows(child, held)
     elif has_rows:
         yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))

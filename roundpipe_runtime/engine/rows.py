@@ -215,10 +215,9 @@ def compare_gradients(
     most = max(min(max(count or 0 for count in rows), _FEW), 2)  # devices have room for a microbatch
     if not (config.requires_grad and equal):
         return GradientTrial()
-    outputs = [compared(one) for one in equal[0].outputs]
-    has_rows = digests.pair_leaves(outputs, [], equal[0].count)
+    has_rows = digests.pair_leaves([*map(compared, equal[0].outputs)], [], equal[0].count)
     types = {parameter.dtype for layer in engine.layers for parameter in layer.parameters()}
-    count = max(sum(one.numel() for one in digests.leaves_with_rows(outputs[0], has_rows)), 1)
+    count = max(sum(one.numel() for one in digests.leaves_with_rows(compared(equal[0].outputs[0]), has_rows)), 1)
     mean = 1 / _LARGER if torch.float16 in (*types, _coarsest()) else 1 / count  # gradients in float16 vanish
 
     def loss(scale: float, outputs: Any, labels: Any) -> torch.Tensor:
@@ -315,7 +314,7 @@ class _Comparison:
 
     def _is_other(self, trial: RowTrial, number: int, kind: Trial, *, together: bool = False) -> bool:
         first, again = self._run([trial.whole, trial.whole], number, kind, together=together)
-        return digests.mixes_rows(first, [again], [trial.count], _coarsest())
+        return digests.mixes_rows(first, [again], [trial.count], _coarsest(), self.share)
 
     def _depends_on_others(self, trial: RowTrial, number: int) -> bool:
         last = trial.count - 1

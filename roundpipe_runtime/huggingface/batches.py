@@ -58,10 +58,10 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
 
     def split_input(args: Any, given: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
         tokens = given["input_ids"]
-        rows = sizes(tokens.shape[0], num_microbatch)
         rest = {name: value for name, value in given.items() if not any(name in names for *names, _ in packed)}
         parts = split(args, rest, None, num_microbatch)
         made = [dict(part.kwargs) for part in parts]
+        rows = [len(part["input_ids"]) for part in made]
         for values, grid, token in packed:
             patches = given[grid].prod(-1)
             places = (tokens == token).sum(-1).tolist() if token is not None else []
@@ -233,10 +233,7 @@ def split_lists(
     if not lists:
         return inner
     others = {name: value for name, value in kwargs.items() if name not in lists}
-    try:
-        rows = infer_batch_size(args, others)
-    except SplitError:  # raised later, by the split
-        rows = None
+    rows = result_or(lambda: infer_batch_size(args, others), lambda error: None)  # the split raises the error later
     names = {name for name, value in lists.items() if len(value) == rows and _has_rows(model, name, value)}
     if rows is None or not names:
         return inner

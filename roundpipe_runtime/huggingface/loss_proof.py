@@ -29,6 +29,7 @@ from ..batch.loss import read_loss
 from ..batch.loss_proof import LossProof, NoDropout, NotProvenError, Part, Role, Way, in_32_bits
 from ..engine.code_state import Repeats
 from ..engine.config import RoundPipeRunConfig
+from ..engine.digests import children
 from ..engine.driver import Engine
 from ..engine.loss_check import ONE_MICROBATCH, LossChecks, Sample, calls_apart, kind_of_value, loss_code
 from ..engine.rows import CannotTryError, GradientTrial, RowTrial, compare_gradients, few_rows, first_that_mixes
@@ -178,8 +179,11 @@ def call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
 
 def _compared(output: Any) -> PyTree:
     """Return the outputs of a module that must not depend on other rows: all outputs except losses."""
-    found = (dict(sorted(output.values.items())), output.boxes) if isinstance(output, CutState) else output
-    return pytree.tree_map_only(torch.Tensor, lambda one: one if one.dim() else None, found)
+    output = (output.values, output.boxes) if isinstance(output, CutState) else output
+    if isinstance(output, torch.Tensor):
+        return output if output.dim() > 0 else None
+    held = children(output)[1]
+    return output if any(one is output for one in held) else [*map(_compared, held)]
 
 
 # Labels that losses ignore: torch's default; and a position after the end of any text, for question answering.

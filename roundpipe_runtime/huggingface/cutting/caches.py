@@ -198,13 +198,10 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
     def split_input(args: Any, kwargs: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
         name, cache = next((name, value) for name, value in kwargs.items() if isinstance(value, HeldCache))
         rest = {key: value for key, value in kwargs.items() if key != name}
-        if cut is not None:
-            made_args, made = cut(args, rest, num_microbatch)
-        else:
-            # `cache_position` has no rows, even if it has as many entries as the batch has rows
-            rules = {"kwargs['cache_position']": Replicate} if "cache_position" in rest else None
-            parts = split(args, rest, None, num_microbatch, split_input=rules)
-            made_args, made = [part.args for part in parts], [part.kwargs for part in parts]
+        # `cache_position` has no rows, even if it has as many entries as the batch has rows
+        rules = {"kwargs['cache_position']": Replicate} if cut is None and "cache_position" in rest else cut
+        parts = split(args, rest, None, num_microbatch, split_input=rules)
+        made_args, made = [part.args for part in parts], [part.kwargs for part in parts]
         caches = [cache]
         if len(made) > 1:
             names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")

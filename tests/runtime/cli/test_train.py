@@ -216,7 +216,7 @@ MISTAKES = {
     "accumulate": (["--update", "in_backward", "--clip", "0", "--accumulate", "2"], "Add: --clip 0 --accumulate 1; or"),
     "update on a disk": (["--update", "in_place", "--host", "disk:state"], "Leave --host disk:state out"),
     "update of groups": (["--update", "in_place", "--replicas", "2"], "Remove --replicas 2"),
-    "disk of groups": (["--host", "disk:.", "--replicas", "2"], "--host disk:. works only in one process, without -"),
+    "disk of groups": (["--host", "disk:.", "--replicas", "2"], "--host disk:. works only in one process. Leave"),
     "no host": (["--host", "ssd"], "--host must be memory or disk:DIR, found 'ssd'"),
     "plot": (["--plot", "losses.doc"], "losses.doc does not end in .png, .svg or .pdf"),
     "log": (["--report-to", "nowhere"], "--report-to nowhere: nowhere is not supported"),

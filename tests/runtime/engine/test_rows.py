@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, RoundPipeWarning, SplitError, TensorChunkSpec, WeightedLoss
-from roundpipe_runtime.engine.digests import mixes_rows
+from roundpipe_runtime.engine.digests import mixes_rows, pair_leaves
 from roundpipe_runtime.engine.rows import with_shared
+from tests.flatten.nodes import Dense
 from tests.modules import module_of
 from tests.runtime.small import near_gradients, trains_like
 from yobx_flatten.core.compare import tolerance
@@ -456,12 +457,31 @@ def test_rows_that_mix_next_to_a_list_with_an_entry_per_row_are_refused(made):
         pipe.forward_backward((X,), label=LABELS, loss_fn=lambda y, label: F.mse_loss(y["whole"], label))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_lists_with_an_entry_per_row_are_compared_entry_by_entry():
     x = torch.arange(12.0).reshape(3, 4)
     rows = [x[0], x[1, :2], x[2]]
     assert not mixes_rows({"a": rows}, [{"a": rows[:2]}, {"a": rows[2:]}], [2, 1])
     assert mixes_rows({"a": rows}, [{"a": rows[:2]}, {"a": [x[2] + 1]}], [2, 1])
-    assert mixes_rows({"a": rows, "b": x}, [{"a": rows[:2], "b": x[:2]}, {"a": rows[2:], "b": x[2:] + 1}], [2, 1])
+    # next to a nested tensor, which has no shape, and in a class whose static part differs
+    others = {"a": rows[:1], "n": torch.nested.nested_tensor([x[0]])}
+    assert mixes_rows({**others, "b": x}, [{**others, "b": x[:2]}, {**others, "b": x[2:] + 1}], [2, 1])
+    whole, *parts = (Dense(part, x[0], activation=str(len(part))) for part in (x, x[:2], x[2:] + 1))
+    assert mixes_rows(whole, parts, [2, 1])
+    assert pair_leaves([[*x], [*x[:2]], [*x[2:]]], [], 3)
+    assert not pair_leaves([[*x], [*x[:2]], [*x[2:, :3]]], [], 3)  # padded to the longest row: gradients differ
+
+
+def test_noise_is_not_taken_for_mixing_after_rounding_has_changed_a_choice():
+    """The choice differs for the first three rows; the noise is less than rows may differ by, and more than a tenth."""
+    generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        y = x * torch.where((torch.arange(len(x)) == 0) & (len(x) == 3) & torch.equal(x[0], X[0, 0]), 1.1, 1.0)[:, None]
+        return y + 1e-4 * y.abs().max() * torch.rand(y.shape, generator=generator)
+
+    pipe = RoundPipe(nn.Sequential(module_of(forward)), devices="virtual:2:check")
+    call(pipe, "no gradients", X[:, 0].repeat(2, 1)[:9], num_microbatch=3)
 
 
 def test_rows_that_mix_a_little_are_refused_where_other_rows_differ_less():

@@ -9,10 +9,11 @@ import transformers
 from torch import nn
 from transformers import Trainer
 
-from roundpipe_runtime import SplitError
+from roundpipe_runtime import RoundPipePackedData, SplitError
 from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.errors import JoinError
 from roundpipe_runtime.huggingface.batches import join_outputs, split_lists, split_pictures
+from roundpipe_runtime.huggingface.cutting.caches import HeldCache, split_held
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 from tests.cases import cases
 from tests.runtime.huggingface.hf_small import worst_gradient, wrapped
@@ -48,6 +49,12 @@ def test_packed_pictures_go_with_their_rows():
     halves = split((), kwargs, None, 2, split_input=split_pictures(CONFIG, kwargs))
     # patches and tokens both add up to their number in the batch; the tokens state the rows
     assert [(part.rows, part.kwargs["input_ids"].shape[0]) for part in halves] == [(2, 2), (1, 1)]
+    cached = {**kwargs, "past_key_values": HeldCache(transformers.DynamicCache())}
+    made = split_held(split_pictures(CONFIG, kwargs))((), cached, 3)[1]
+    assert [part["input_ids"].shape[0] for part in made] == [1, 1, 1]
+    packed = {**kwargs, "more": RoundPipePackedData([torch.zeros(1), torch.zeros(2)], rows=[1, 2])}
+    parts = split((), packed, None, 2, split_input=split_pictures(CONFIG, packed))
+    assert [(part.rows, len(part.kwargs["pixel_values"])) for part in parts] == [(1, 12), (2, 12)]
     assert split_pictures(CONFIG, {"input_ids": torch.ones(2, 2)}) is None
     assert split_pictures(CONFIG, {"input_ids": torch.ones(2, 2), "pixel_values": torch.ones(2, 3, 4, 4)}) is None
 

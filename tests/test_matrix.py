@@ -139,9 +139,8 @@ def test_a_training_that_no_longer_runs_by_microbatches_is_named(results, tmp_pa
     for name, before, now in (("t5", [], [whole]), ("llama", [whole], [joined]), ("blt", [], [])):
         recorded.record(name, {"called": {"ok": True, "notes": before}}, "s")
         results.record(name, {"called": {"ok": True, "notes": now}}, "s")
-    assert regressions(results, recorded, ["t5", "llama", "blt"]) == [
-        "t5, called: in one microbatch, not by microbatches"
-    ]
+    said = ["t5, called: in one microbatch, not by microbatches"]
+    assert regressions(results, recorded, ["t5", "llama", "blt"]) == said
 
 
 def test_deferred_checks_are_a_way_of_their_own_with_results_of_their_own(capsys):

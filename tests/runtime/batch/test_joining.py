@@ -221,7 +221,7 @@ def test_join_undoes_split(data, batch, count):
 def test_parts_whose_rows_are_not_known():
     """An average would be wrong for parts of unlike size. Equal values need none, unless they are trained."""
     one, other = torch.tensor(1.0), torch.tensor(3.0)
-    with pytest.raises(JoinError, match="averaged, weighted by rows, but the rows of each microbatch are unknown"):
+    with pytest.raises(JoinError, match="averaged, weighted by rows, but a microbatch's rows are unknown"):
         join([one, other], [None, None])
     assert join([one, one.clone()], [None, None]) == 1
     with pytest.raises(JoinError, match="are unknown"):

@@ -47,7 +47,6 @@ def test_packed_pictures_go_with_their_rows():
     assert "pixel_values" not in made[1]
     assert made[1]["scale"] == 2
     halves = split((), kwargs, None, 2, split_input=split_pictures(CONFIG, kwargs))
-    # patches and tokens both add up to their number in the batch; the tokens state the rows
     assert [(part.rows, part.kwargs["input_ids"].shape[0]) for part in halves] == [(2, 2), (1, 1)]
     cached = {**kwargs, "past_key_values": HeldCache(transformers.DynamicCache())}
     made = split_held(split_pictures(CONFIG, kwargs))((), cached, 3)[1]

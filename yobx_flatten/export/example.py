@@ -110,7 +110,7 @@ class Bounds:
             if most is None or kind not in ("AUTO", "DYNAMIC") or dim.max is not None:
                 continue
             if obj.shape[axis] <= most:
-                entries[axis] = getattr(Dim, kind)(min=dim.min, max=most)
+                entries[axis] = getattr(Dim, kind)(min=dim.min, max=max(most, 3))  # torch makes 2 to 2 a constant
             elif axes is not None or (not obj.is_floating_point() and obj.dim() < 3):
                 raise _above(f"{'.'.join(path)}.axis {axis}", obj.shape[axis], most, meaning)
         return entries

@@ -195,7 +195,7 @@ def _write(
                 f"{_format((*path, f'axis {axis}'))}: size {size} of the example is above the bound {most} of "
                 f'{meaning!r}. Pass a smaller example, or a larger bound:\n    bounds={{"{meaning}": {size}}}'
             )
-        dims[axis] = Dim.AUTO if most is None else Dim.AUTO(max=most)
+        dims[axis] = Dim.AUTO if most is None else Dim.AUTO(max=max(most, 3))  # torch makes 2 to 2 a constant
     return dims
 
 

@@ -463,11 +463,10 @@ def test_lists_with_an_entry_per_row_are_compared_entry_by_entry():
     rows = [x[0], x[1, :2], x[2]]
     assert not mixes_rows({"a": rows}, [{"a": rows[:2]}, {"a": rows[2:]}], [2, 1])
     assert mixes_rows({"a": rows}, [{"a": rows[:2]}, {"a": [x[2] + 1]}], [2, 1])
-    # next to a nested tensor, which has no shape, and in a class whose static part differs
-    others = {"a": rows[:1], "n": torch.nested.nested_tensor([x[0]])}
+    others = {"a": rows[:1], "n": torch.nested.nested_tensor([x[0]])}  # has no shape
     assert mixes_rows({**others, "b": x}, [{**others, "b": x[:2]}, {**others, "b": x[2:] + 1}], [2, 1])
     whole, *parts = (Dense(part, x[0], activation=str(len(part))) for part in (x, x[:2], x[2:] + 1))
-    assert mixes_rows(whole, parts, [2, 1])
+    assert mixes_rows(whole, parts, [2, 1])  # static parts differ
     assert pair_leaves([[*x], [*x[:2]], [*x[2:]]], [], 3)
     assert not pair_leaves([[*x], [*x[:2]], [*x[2:, :3]]], [], 3)  # padded to the longest row: gradients differ
 

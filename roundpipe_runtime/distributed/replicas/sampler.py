@@ -75,7 +75,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     @property
     def replicas(self) -> int:
-        """The number of replicas, each of which gets one group of rows of a batch (default: ``model.replicas``)."""
+        """The number of replicas; each replica gets one group of rows of a batch. The default is ``model.replicas``."""
         # read from the pipeline each time, since a loaded checkpoint can change it
         replicas: int = self._model.replicas if self._replicas is None else self._replicas
         return replicas

@@ -180,7 +180,7 @@ def test_layers_that_slide_keep_a_cache_that_is_returned(tmp_path):
     found = export_folder(small_mistral(), tmp_path / "mistral", target="aotinductor", proof="sample")
     report = found.reports["model.pt2"]
     notes = [note for note in report.remarks if "the cache is copied by each call" in note]
-    assert any("layers have a sliding window" in note for note in notes)
+    assert any("each layer has a sliding window" in note for note in notes)
     assert (report.in_place, found.verified.manifest.cache) == ([], "growing")
 
 
